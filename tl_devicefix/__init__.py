@@ -1,6 +1,6 @@
-"""HookedTransformer and TransformerBridge across several devices: import it, then load.
+"""HookedTransformer and TransformerBridge across several devices: import this, then load.
 
-Importing it imports TransformerLens and applies the patches that `report()` lists, unless
+The import imports TransformerLens and applies the patches that `report()` lists, unless
 TL_DEVICEFIX_DISABLE=1 is set.
 """
 

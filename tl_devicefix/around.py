@@ -2,18 +2,18 @@
 
 A call of blocks.8, which lives on cuda:1:
 
-    CarryTo.pre_forward       brings the arguments to cuda:1    a forward pre-hook of torch's
+    CarryTo.pre_forward       brings the arguments to cuda:1    a torch forward pre-hook
       users' pre-hooks        see them on cuda:1
         SkipBlock.forward     returns a known output, or        the instance's `forward`
         StopAfter.forward     passes the output on, and ends the forward
           OffloadedForward    copies the weights in, and removes the copies
             the class's forward: TransformerLens's, a fused block's, or a remote block's
-      BringHome.post_forward  brings outputs home, not blocks'  a forward hook of torch's
+      BringHome.post_forward  brings the output home            a torch forward hook
       users' hooks            see the output
 
-`PinnedModule.forward` wraps modules that users put into a block, and `OffloadedPart.forward` those
-with weights in an offloaded block. `AlibiOnDevice.pre_forward` is for blocks that need a table on
-their device.
+Blocks have no `BringHome`: the residual stream stays on their device. `PinnedModule.forward` wraps
+modules that users put into a component, and `OffloadedPart.forward` those with weights in an
+offloaded block. `AlibiOnDevice.pre_forward` makes a block's ALiBi table on its device.
 
 Fused and remote blocks need no `Around`: their class has another forward, and copies and pickles
 keep the class. A dry run adds plain torch hooks, which note the running component even if a
@@ -41,11 +41,14 @@ class Around:
     - `pre_forward` returns the arguments. It runs before users' pre-hooks, which see its result.
     - `forward` returns the output, with or without calling `run(*args, **kwargs)`. Clean up in
       `finally`.
-    - `post_forward` returns the output. It runs before users' hooks, but not after an error.
+    - `post_forward` returns the output. It runs before users' hooks; not if the forward fails.
 
-    One object may be attached to many modules. It is copied and pickled with them, so it should
-    hold no other module for longer than a forward.
+    One object may be attached to many modules. It is copied and pickled with them, and so is any
+    module that it holds for longer than a forward.
     """
+
+    resumes_modes = False
+    """True if `forward` runs the module within `dispatch.mixing.resuming_modes`."""
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return the arguments that users' pre-hooks and the forward get."""
@@ -73,7 +76,7 @@ class Around:
 
     @classmethod
     def detach(cls, module: nn.Module) -> None:
-        """Remove all objects of this class from a module, also if the module is a copy."""
+        """Remove all objects of this class from a module, even from a copy."""
         # Find hooks by class: those that were copied or unpickled have no handles.
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in [*hooks.items()]:
@@ -104,8 +107,17 @@ class Around:
         return None
 
 
+def resumes_modes(forward: object) -> bool:
+    """Return True if what wraps a module resumes modes that pause in a model's forward."""
+    while isinstance(forward, AroundForward):
+        if forward.around.resumes_modes:
+            return True
+        forward = forward.inner
+    return False
+
+
 def innermost(forward: Any) -> Any:
-    """Unwrap the `forward` of a module's `__dict__`; None if it wraps that of the class."""
+    """Unwrap the `forward` of a module's `__dict__`; None if the class's forward is innermost."""
     while isinstance(forward, AroundForward):
         forward = forward.inner
     return forward

@@ -1,8 +1,8 @@
-"""A check on a tiny model: before any weight is read, does a load give the model's own numbers?
+"""A check on a tiny model, before any weight is read: does a load give transformers' numbers?
 
-TransformerLens's configs leave out whatever TransformerLens has no place for, so a model can load
-without a warning and be wrong. Lists of such settings are never complete. So each load is checked,
-where possible, on a tiny random model of the same config:
+TransformerLens's configs lack some of transformers' settings, so a model can load without a warning
+and be wrong. No list of such settings is complete, so each load is checked, where possible, on a
+tiny random model of the same config:
 
 1. transformers' config is shrunk to a few heads, layers and tokens, and transformers makes a model
    of it, with random weights.
@@ -10,8 +10,8 @@ where possible, on a tiny random model of the same config:
    forward.
 3. If its log probabilities differ from transformers', the large model's would differ too.
 
-We shrink sizes so that every formula stays the same: heads (not their width), d_model, layers of a
-kind, experts, neurons, tokens, windows.
+These sizes are shrunk, and every formula stays the same: the numbers of heads (not d_head), layers
+of a kind, experts, neurons and tokens, d_model, and sliding windows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LIMIT = 1e-4
 """A larger difference is reported. Correct models differ by up to 2e-5, from float32 rounding."""
 
 _SETTING = "TL_DEVICEFIX_ON_MISMATCH"
-_MAX_TOKENS = 128  # with fewer, slow rotary frequencies, which scaling changes, hardly turn
+_MAX_TOKENS = 128  # fewer would not show scaled rotary frequencies, which are slow
 _MAX_LAYERS = 6
 _MAX_PARAMETERS = 30_000_000  # so that a check takes less than a second
 _VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes: some code guesses by size
@@ -59,13 +59,13 @@ _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
 
 @dataclass(frozen=True)
 class Twin:
-    """The tiny model of a check, as transformers makes it.
+    """The tiny model of a check, made by transformers.
 
     Attributes:
         hf_model: a small model with random weights, in float32 on the CPU.
-        layers: the layers of the large model that it has: the first layer of each kind, at most
-            six, and at least two layers.
-        windows: sliding window of the large model -> that of this one.
+        layers: the large model's layers that it keeps: the first layer of each kind, at most six,
+            and at least two if there are two.
+        windows: the large model's sliding window -> the tiny model's.
         n_ctx: how many tokens it is run on.
     """
 
@@ -89,20 +89,20 @@ class Twin:
         Args:
             hf_config: the config; of a multimodal model, the text model's part is used.
             n_ctx: the context length of the load, which the tiny model does not exceed.
-            model_class: the class that makes the model; by default transformers' for causal models.
-            attn_types: the load's own kinds of attention, layer by layer.
-            window: the load's own sliding window.
+            model_class: the class that makes the model; by default, AutoModelForCausalLM.
+            attn_types: each layer's kind of attention in TransformerLens's config, if it has one.
+            window: the sliding window in TransformerLens's config.
             has_positions: True if positions are learned, so that their number can be shrunk.
 
         Raises:
             ValueError: if the tiny model is too large to be made for each load.
         """
         config: Any = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
-        if "long_factor" in _rope_settings(config):  # longer texts have other rotary frequencies
+        if "long_factor" in _rope_settings(config):  # longer texts get other rotary frequencies
             n_ctx = min(n_ctx, original_context(config))
         found = {window, *(getattr(config, name, None) for name in _WINDOWS)}
         windows = sorted(size for size in found if size is not None)
-        # Keep a window that no text can fill.
+        # Keep a window that no text of the load exceeds.
         shrunk = {w: w if w >= n_ctx else _WINDOW + 3 * i for i, w in enumerate(windows)}
         n_ctx = min(n_ctx, _MAX_TOKENS)
         layers = _layers(config, attn_types)
@@ -114,7 +114,7 @@ class Twin:
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights arrive dequantised
         factory: Any = model_class or transformers.AutoModelForCausalLM
-        if hasattr(factory, "from_config"):  # an Auto class: without the argument, it might ask
+        if hasattr(factory, "from_config"):  # an Auto class, which may prompt for trust
             make = functools.partial(factory.from_config, trust_remote_code=False)
         else:
             make = factory._from_config
@@ -128,7 +128,7 @@ class Twin:
 
     @property
     def tokens(self) -> Int[torch.Tensor, "1 pos"]:
-        """Random tokens that fill the context, without those that are special."""
+        """Random tokens that fill the context; none is special."""
         d_vocab = self.hf_model.config.vocab_size
         lowest = min(3, d_vocab - 1)  # the first few are often special
         seeded = torch.Generator().manual_seed(0)
@@ -141,7 +141,7 @@ class Twin:
         return logits.double().log_softmax(-1)
 
     def difference(self, logits: Float[torch.Tensor, "1 pos d_vocab"]) -> float:
-        """Return how far log probabilities are from transformers', relative to their spread."""
+        """Return the largest difference of log probabilities, relative to transformers' spread."""
         logp, expected = logits.double().log_softmax(-1), self._expected  # [1, pos, d_vocab]
         spread = (expected - expected.mean(-1, keepdim=True)).abs().max()
         # NaN becomes infinite: a maximum of several differences may drop NaN.
@@ -171,7 +171,7 @@ def _per_layer(config: PretrainedConfig) -> dict[str, list[object]]:
 
 
 def _layers(config: PretrainedConfig, attn_types: Sequence[str] | None) -> list[int]:
-    """Return the first layer of each kind, at most six, and at least two layers.
+    """Return the first layer of each kind, at most six, and at least two if there are two.
 
     Layers of a kind have equal entries in all lists.
     """
@@ -187,7 +187,7 @@ def _tiny_sizes(
     """Return the settings of the tiny model that differ from the config's."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    # Keep d_head: scales and rotary frequencies depend on it.
+    # Keep d_head: attention scales and rotary frequencies depend on it.
     d_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     n_groups = min(groups, 2)
     if groups == heads and heads & (heads - 1):
@@ -196,7 +196,7 @@ def _tiny_sizes(
     d_model = n_heads * d_head if heads * d_head == config.hidden_size else 96
     d_vocab = min(config.vocab_size, _VOCABULARY)
     active = getattr(config, "num_experts_per_tok", None) or 0
-    # Experts of some models are in groups, of which the router takes only a few.
+    # Some models' experts are in groups, of which the router chooses only a few.
     expert_groups = getattr(config, "n_group", None) or 1
     active_of_group = active // (getattr(config, "topk_group", None) or 1)
     per_layer, sizes = _per_layer(config), dict[str, object]()
@@ -210,12 +210,12 @@ def _tiny_sizes(
         elif name in _WINDOWS:
             sizes[name] = windows[value]
         elif _NEURON_COUNTS.search(name):
-            # Four times d_model stays so: TransformerLens's configs may hard-code it.
+            # Keep a width of 4 * d_model: TransformerLens's configs may hard-code it.
             sizes[name] = 4 * d_model if value == 4 * config.hidden_size else NEURONS
         elif name == "word_embed_proj_dim":
             sizes[name] = d_model if value == config.hidden_size else 48
         elif name in ("num_local_experts", "num_experts", "n_routed_experts"):
-            # More than active ones: the router has to choose.
+            # Keep more than are active, so that the router has to choose.
             sizes[name] = min(value, expert_groups * (active_of_group + 2))
         elif name == "first_k_dense_replace" and 1 < value < config.num_hidden_layers:
             sizes[name] = 1  # the second layer has experts
@@ -230,10 +230,10 @@ def _tiny_sizes(
 
 
 def _randomise(model: nn.Module) -> None:
-    """Give every weight a value that matters, but none so large that rounding does."""
+    """Give every weight values that change the output, but not so large that rounding does."""
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     seeded = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():  # lists a tied one once
+    for name, parameter in model.named_parameters():  # tied parameters come once
         parameter.normal_(generator=seeded)
         if parameter is embedding:
             parameter.mul_(0.02)  # so that the norms' eps matters, as in published models
@@ -287,7 +287,7 @@ def warn_or_refuse(message: str, choice: str) -> None:
 
 
 def chosen_action(on_mismatch: str | None) -> str:
-    """Return what to do on a mismatch: the argument's, the environment's, or "warn"."""
+    """Return what to do on a mismatch: the argument, else the environment variable, else "warn"."""
     chosen = on_mismatch or os.environ.get(_SETTING) or "warn"
     if chosen not in OnMismatch.__args__:  # type: ignore[attr-defined]
         where = "on_mismatch" if on_mismatch else _SETTING
@@ -362,12 +362,12 @@ def refuse_extra_parts(hf_model: nn.Module) -> None:
 
 
 def extra_parts(hf_model: nn.Module) -> str:
-    """Return which modules of a live model its config does not describe, and why; "" if none.
+    """Return, as text, which modules of a live model its config does not describe; "" if none.
 
     A converter drops a bias that it does not expect, and never sees a replaced norm or head.
     """
     live = LiveWeights(hf_model)
-    # Compare modules, not numbers: a tiny model is made from the config and lacks them too.
+    # Compare with a model made from the config. A tiny model would agree: it lacks the parts too.
     config, cls = copy.deepcopy(live.model.config), class_in_transformers(live.model)
     try:
         with undisturbed(), EmptyOnMeta():
@@ -394,7 +394,7 @@ def extra_parts(hf_model: nn.Module) -> str:
 
 
 def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tuple[object, ...]]:
-    """Yield each module's path without layer indices, and what a converter would not see in it."""
+    """Yield each module's path without layer indices, and its traits that a converter ignores."""
     module = live.plain_module(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

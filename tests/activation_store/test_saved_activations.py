@@ -92,6 +92,7 @@ def test_cache_read_from_disk_computes_what_one_in_memory_does(machine, load, ba
         expected = method(in_memory)
         home = None if name in ("keys", "to") else machine.devices[0]
         assert_agrees(method(read), expected, home)
+    assert not result.cache(torch.tensor(-1), model).has_batch_dim
     example = result.cache(-1, model)
     assert not example.has_batch_dim
     assert_agrees(example["resid_post", 3], in_memory["resid_post", 3][-1])

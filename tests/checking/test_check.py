@@ -101,3 +101,5 @@ def test_offloaded_block_moved_to_a_device_is_found_and_repaired(load, tokens):
         assert finding.fix == "tl_devicefix.check(model, repair=True)"
     assert check(model, repair=True).well
     assert {p.device.type for p in model.blocks[2].parameters()} == {"cpu"}
+    model.blocks[2].to("cpu")  # its buffers too, if it has any
+    assert {finding.fix for finding in check(model).findings} <= {finding.fix}

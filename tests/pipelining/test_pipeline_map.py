@@ -547,3 +547,15 @@ def test_runs_in_flight_encode_texts_one_at_a_time(model, monkeypatch):
     calls = [lambda view: view.tokenizer(texts), lambda view: view.to_tokens(texts)]
     runs = [call for call in calls for _ in range(3)]
     list(pipeline_map(model, lambda view, call: call(view), runs, 3))
+
+
+def test_a_runs_padding_side_reaches_no_other_run(model):
+    side = model.tokenizer.padding_side
+
+    def run(view, number):
+        before = view.tokenizer.padding_side
+        view.tokenizer.padding_side = "left" if side == "right" else "right"
+        return before
+
+    assert set(pipeline_map(model, run, range(6), 2)) == {side}
+    assert model.tokenizer.padding_side == side

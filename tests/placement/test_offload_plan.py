@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+import tl_devicefix
 from tl_devicefix import Placement, plan
 from tl_devicefix.placement.placement import PlacedComponent
 
@@ -64,6 +65,13 @@ def test_only_the_blocks_that_do_not_fit_are_offloaded(config, machine, room):
     assert placement.devices == (sim(0),)
     assert placement.bytes_on(0) == room(blocks=5)
     assert placement.bytes_on("cpu") == 3 * placement.components[2].weights
+
+
+def test_a_limit_above_the_free_memory_leaves_a_tenth_free(config, room):
+    free = room(blocks=5)
+    with tl_devicefix.simulate(1, free):
+        placement = plan(config(), max_memory={0: 2 * free, "cpu": "1GiB"})
+        assert placement.bytes_on(0) <= 0.9 * free
 
 
 def test_device_reserves_room_for_its_two_largest_blocks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -170,6 +171,32 @@ def test_peak_is_reported_with_the_module_where_it_was():
     assert "_original_component" not in repr(dry)
 
 
+def test_peak_is_reported_with_the_module_of_its_thread():
+    def job(model):
+        inside, may_end = threading.Event(), threading.Event()
+
+        def wait(*_):
+            if threading.current_thread() is thread:
+                inside.set()
+                assert may_end.wait(60)
+
+        def allocate(*_):
+            thread.start()
+            assert inside.wait(60)
+            torch.zeros(2**24, device=model.cfg.device)
+            may_end.set()
+
+        thread = threading.Thread(target=lambda: model.embed(TOKENS.to(model.cfg.device)))
+        model.embed.register_forward_pre_hook(wait)
+        model.blocks[1].register_forward_pre_hook(allocate)
+        forward(model)
+        thread.join()
+
+    dry = dry_run("gpt2", job, **FOUR_LAYERS)
+    assert dry.runs, dry
+    assert dry.devices[0].module == "blocks.1"
+
+
 def test_dry_run_swaps_offloaded_blocks_in():
     limits = {0: "1.5GiB", "cpu": "20GiB"}
 
@@ -201,6 +228,12 @@ def test_parameters_are_laid_out_as_loading_lays_them_out(name, load):
         loaded.cfg, lambda model: {name: order(p) for name, p in model.named_parameters()}
     )
     assert dry.result == {name: order(p) for name, p in loaded.named_parameters()}
+
+
+@pytest.mark.hooked
+def test_an_alias_is_checked_by_its_official_name(hub, hf_models):
+    hub.add("roneneldan/TinyStories-1M", hf_models("gpt-neo"))
+    assert dry_run("tiny-stories-1M", forward, on_mismatch="refuse").runs
 
 
 @pytest.mark.hooked

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import pickle
 import re
 
 import pytest
@@ -69,6 +70,16 @@ def test_moved_or_copied_module_keeps_ties_and_gradients(machine):
     assert isinstance(twin[0].weight, torch.nn.Parameter)
     assert twin[0].weight.device == torch.device("sim:3")
     assert twin[0].weight.any()
+
+
+def test_copies_and_pickles_of_leaves_are_as_torch_makes_them(machine):
+    for leaf in (torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)):
+        simulated = leaf.detach().to("sim:1").requires_grad_()
+        if isinstance(leaf, torch.nn.Parameter):
+            simulated = torch.nn.Parameter(simulated)
+        for copied in (copy.copy(simulated), pickle.loads(pickle.dumps(simulated))):
+            assert isinstance(copied, torch.nn.Parameter) == isinstance(leaf, torch.nn.Parameter)
+            assert copied.requires_grad
 
 
 def test_shapes_and_data_changed_in_place_are_seen(machine):

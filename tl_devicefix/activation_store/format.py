@@ -1,7 +1,7 @@
 """The files on disk: an `index.json`, and shards, which are safetensors files of whole examples.
 
-A file gets its name when it is complete and synced, and a shard is added to the index after that.
-Files that are in no index are not read.
+A file gets its name once it is complete and synced; a shard is added to the index after that. Files
+that the index lacks are not read.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with the examples from `start` up to `stop`."""
+    """A file with the examples from `start` to `stop`, exclusive."""
 
     file: str
     start: int
@@ -93,9 +93,9 @@ class Index:
     """The contents of a directory, as `index.json` lists them.
 
     Attributes:
-        model: the model's name, class, and the fields of its config that give its shapes.
+        model: the model's name, class, and the config's sizes and `normalization_type`.
         made_by: the versions of the packages that computed and wrote the activations.
-        entries: what is stored: tokens and masks, then activations in a cache's order.
+        entries: the tokens and masks, then the activations, in the order of a cache.
         examples_per_shard: the number of examples in each shard but the last.
         shards: the shards, in the order of their examples.
         is_complete: True if all examples of the call are here.
@@ -153,10 +153,11 @@ def read_index(directory: Path) -> Index:
         raise FileNotFoundError(
             f"there are no saved activations in {directory}, which {why}"
         ) from None
-    if fields["version"] != VERSION:
+    version = fields.get("version") if isinstance(fields, dict) else None
+    if version != VERSION:
         raise ValueError(
-            f"the activations in {directory} are of version {fields['version']} of the format, but "
-            f"this tl_devicefix reads version {VERSION}: save them again to another directory"
+            f"the activations in {directory} are of version {version} of the format, but this "
+            f"tl_devicefix reads version {VERSION}: save them again to another directory"
         )
     entries = [
         StoredTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["entries"]
@@ -178,7 +179,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         with part.open("wb") as file:
             write(file)
             file.flush()
-            # Sync before the rename, or the name may belong to an empty file after a crash.
+            # Sync before the rename: otherwise, a crash may leave an empty file of this name.
             os.fsync(file.fileno())
         part.replace(path)
     except BaseException:  # Ctrl-C too: no half-written file may stay
@@ -253,19 +254,19 @@ def _checksum_of(path: Path) -> str:
 class Stored:
     """The activations of one hook point, or tokens or masks, on disk.
 
-    Index it by examples: `stored[3]`, `stored[3:7]` or `stored[[5, 1, 900]]`. You get a tensor on
-    the CPU, `[examples, ...]`. With a `token_mask`, you get `[tokens, ...]`: the saved
-    tokens of each example in turn.
+    Index it by examples. You get a tensor on the CPU: `[...]` from `stored[3]`, `[examples, ...]`
+    from `stored[3:7]` or `stored[[5, 1, 900]]`. Activations saved with a `token_mask` are
+    `[tokens, ...]`: the saved tokens of each example in turn.
     """
 
     def __init__(self, directory: Path, index: Index, entry: StoredTensor) -> None:
         self._directory, self._index, self.entry = directory, index, entry
-        # Shard -> the row at which each example's tokens end: `token_mask` makes their number vary.
+        # Shard -> [0, the row where each example's saved tokens end]; `token_mask` varies them.
         self._ends: dict[int, list[int]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its tensors."""
+        """The dtype of `stored[:]`."""
         return self.entry.torch_dtype
 
     @property
@@ -312,7 +313,7 @@ class Stored:
         return examples[index] if isinstance(index, int) else [examples[n] for n in index]
 
     def map_shard(self, number: int) -> torch.Tensor:
-        """Map all rows of a shard; the disk is read when they are used."""
+        """Map all rows of a shard, which are read from the disk when they are used."""
         # Map it on each call: a caller may change the tensor in place.
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file

@@ -1,4 +1,4 @@
-"""Check a directory before anything is written, and whether saving may resume there."""
+"""Check a directory before anything is written, and whether a save may continue there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIELDS = (
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Make a directory, and lock it against other processes within a `with` block."""
-    import fcntl  # Windows has none, and reads activations without it
+    import fcntl  # not on Windows; reading needs no lock
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -47,12 +47,12 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing is not enough: a DataLoader's worker may keep the file open for longer.
+            # Closing may not unlock: a forked DataLoader worker has the file open too.
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def saved_index(directory: Path, resume: bool) -> Index | None:
-    """Return the index of earlier activations, if any, without missing shards at its end.
+    """Return the index on disk, without missing shards at its end; None if it has no shards.
 
     Raises an error if saving cannot continue there.
     """
@@ -108,7 +108,7 @@ def model_fields(model: Model) -> dict[str, object]:
 
 
 class Saved(SavedActivations):
-    """Activations on disk, whose index and tokens are compared with those of this call.
+    """Activations on disk, with methods to compare their index and tokens with this call's.
 
     The `compare_` methods raise a ValueError that names the first difference.
     """
@@ -124,7 +124,7 @@ class Saved(SavedActivations):
                 )
 
     def compare_tokens(self, beside: Mapping[str, torch.Tensor], start: int, count: int) -> None:
-        """Compare tokens and masks of a batch with those of `count` examples on disk."""
+        """Compare a batch's first `count` rows of tokens and masks with those on disk."""
         for name, rows in beside.items() if count else ():
             if not torch.equal(self.stored[name][start : start + count], rows[:count]):
                 command = f"python -m tl_devicefix activations verify {self.directory}"

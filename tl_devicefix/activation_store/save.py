@@ -89,11 +89,11 @@ def save_activations(
             the CPU) that returns booleans of that shape; or "attention_mask" for all but padding,
             if the batches are texts, or dicts with a mask.
         resume: continue after the activations in the directory, if there are any.
-        shard_size: bytes of a file, or "512MiB": a shard has as many examples as fit with all
-            their tokens, at least one.
+        shard_size: the size of a file, in bytes or as "512MiB". A shard has as many examples as
+            fit, at least one. All their tokens count, even those that `token_mask` leaves out.
         max_in_flight: how many batches may be in flight; see `pipeline_map`.
-        progress: show a bar.
-        arguments: of the forward, such as `stop_at_layer`.
+        progress: show a progress bar.
+        arguments: other arguments of the forward, such as `stop_at_layer`.
 
     Returns:
         The activations, as `load_activations` opens them.
@@ -104,8 +104,9 @@ def save_activations(
         ValueError: for batches of different widths; an empty selection; activations that cannot be
             stored; names that the model does not have or compute; and, with `resume`, if the
             model, names, dtype, data or versions differ from those on disk.
-        FileExistsError: if the directory is a file, or has activations and `resume` is False.
-        FileNotFoundError: if all shards are missing, or any but the last ones.
+        FileExistsError: if the directory is a file, has activations and `resume` is False, or has
+            shards and no index.
+        FileNotFoundError: with `resume`, if the first shard is missing, or one before others.
         RuntimeError: if another process saves to the directory.
         OSError: if the disk is full, or too small (checked first if the number of batches is known
             and no `token_mask` is given).
@@ -182,7 +183,7 @@ class _Save:
         self._total = self._n_bytes = None
         if self._n_batches >= 0:  # an upper bound: the last batch may be smaller
             self._total = n_examples * self._n_batches
-        if self._total and batch.saved is None:  # a token mask saves more of some batches
+        if self._total and batch.saved is None:  # with a token mask, batches differ in size
             first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
             self._n_bytes = first_bytes * self._n_batches
             if saved is None or not saved.is_complete:
@@ -227,7 +228,7 @@ class _Save:
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
             batches = self._remaining(writer)
-            # Iterator declares no `close`.
+            # Any: `Iterator` declares no `close`.
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
             with bar, contextlib.closing(results):
                 for copied in results:
@@ -276,7 +277,7 @@ class _Save:
             )
 
     def _run(self, view: Model, batch: TokenBatch) -> Copied:
-        """Run a batch, and start copying its activations to the host."""
+        """Run a batch, and start copying its activations to CPU memory."""
         if batch.inputs is self._first.inputs and self._first_tensors:  # `begin` has run it
             tensors, self._first_tensors = self._first_tensors, {}
         else:

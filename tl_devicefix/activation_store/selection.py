@@ -1,4 +1,4 @@
-"""Select the activations to save: by name, batch and token; transformed and converted."""
+"""Read batches of tokens; select, transform and convert the activations to save."""
 
 from __future__ import annotations
 
@@ -100,6 +100,8 @@ class Selection:
                 if not isinstance(activation, torch.Tensor):
                     given = shown(activation)
                     raise TypeError(f"transform must return a tensor, but returned {given}: {name}")
+            elif saved is not None and name.endswith(NOT_BY_TOKEN):
+                raise _not_by_token(name, activation)
             activations[name] = self._selected(name, activation, saved)
         return activations
 
@@ -115,12 +117,8 @@ class Selection:
             activation = activation.to(self.dtype)
         if saved is None:
             return activation
-        if activation.shape[:2] != saved.shape or name.endswith(NOT_BY_TOKEN):
-            raise ValueError(
-                f"token_mask cannot leave tokens out of {name}, which is "
-                f"{list(activation.shape)} and not [batch, pos, ...]: remove it from "
-                "names_filter, or save it without token_mask"
-            )
+        if activation.shape[:2] != saved.shape:
+            raise _not_by_token(name, activation)
         # [batch, pos, ...] -> [saved_tokens, ...]
         rows = saved.flatten().nonzero().flatten().to(activation.device)
         return activation.flatten(0, 1).index_select(0, rows)
@@ -256,3 +254,10 @@ def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tenso
             'a dict with "tokens" or "input_ids", and "attention_mask" if there is padding'
         )
     return tokens, mask
+
+
+def _not_by_token(name: str, activation: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"token_mask cannot leave tokens out of {name}, which is {list(activation.shape)} and not "
+        "[batch, pos, ...]: remove it from names_filter, or save it without token_mask"
+    )

@@ -29,10 +29,10 @@ BYTES_OF_BLOCK = 2**18  # smaller reads are slower
 class TokenBatches(Iterator[torch.Tensor]):
     """Batches `[batch_size, ...]` of one activation's rows, each row once an epoch.
 
-    With `shuffle=True`, rows are shuffled in groups of half a shard's bytes. A group has blocks of
-    256 KiB from anywhere on disk, and its rows are in a random order. You get a permutation of all
-    rows, but not every permutation is equally likely. The same seed gives the same order, and each
-    epoch has another. An epoch's last batch has the remaining rows.
+    With `shuffle=True`, rows are shuffled in groups, as large as half of the largest shard. A group
+    has blocks of 256 KiB from anywhere on disk, and its rows are in a random order. You get a
+    permutation of all rows, but not every permutation is equally likely. The same seed gives the
+    same order, and each epoch has another. An epoch's last batch has the remaining rows.
 
     A thread reads ahead, so up to three groups are in memory. A batch is a view that keeps its
     whole group alive: clone it if you keep it. A process that you fork later lacks the thread, and
@@ -47,7 +47,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         device: the device of the batches; by default the CPU.
         epochs: the number of passes over all rows; None for endless batches.
         group_bytes: the size of a group, of which three are in memory.
-        by_token: True if the second axis is tokens, so that rows are tokens.
+        by_token: True if stored examples are `[pos, ...]`: then a row of a batch is a token.
 
     Raises:
         ValueError: for a number below 1, a `shuffle` that is not a bool, or an unavailable device.
@@ -73,7 +73,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         self._rows = _ActivationRows(stored, by_token)
         self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
         self._shuffle = shuffle
-        # Leave an index to torch: `resolve` would import TransformerLens for it.
+        # Leave a device's index to torch: `resolve` would import TransformerLens for it.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
         self._group_rows = max(1, group_bytes // self._rows.bytes)
         # Round up: an epoch's last batch may be smaller.
@@ -230,7 +230,7 @@ class _Groups:
         return blocks.split(group.unique_consecutive(return_counts=True)[1].tolist())
 
     def read(self, epoch: int, skip: int, epochs: int | None) -> Iterator[torch.Tensor]:
-        """Yield the shuffled rows of each group, from an epoch's row `skip` on."""
+        """Yield the rows of each group, without the first `skip` of the first epoch."""
         while epochs is None or epoch < epochs:
             for number, blocks in enumerate(self._blocks_by_group(epoch)):
                 size = int(blocks[:, 2].sum())

@@ -75,7 +75,7 @@ def _dtypes_as_stored() -> Iterator[None]:
     """Make this thread's `from_pretrained` keep the dtypes of the files, within a `with` block.
 
     transformers converts each tensor to the dtype of its empty parameter, which comes from
-    config.json. So we set the dtypes of empty parameters from the files just before they are read.
+    config.json. So we give the empty parameters the files' dtypes just before the files are read.
     """
 
     def load(
@@ -96,8 +96,8 @@ def _dtypes_as_stored() -> Iterator[None]:
 def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
     """Give a model's empty parameters, and its buffers, the dtypes of the tensors in `files`.
 
-    transformers renames and joins tensors. So a parameter without a tensor of its name gets the
-    widest dtype among the tensors without a parameter of their name.
+    transformers may rename and join tensors. So a parameter that no tensor is named after gets the
+    widest dtype among the tensors that no parameter is named after.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return  # the quantiser decides the dtype that it unpacks to
@@ -107,8 +107,8 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
         if file.suffix in (".safetensors", ".bin"):
             with naming(file):
                 for name, _, dtype in headers(file):
-                    # Many files omit the base model's prefix. In `own`, all names of a causal model
-                    # but the head's have it.
+                    # Many files omit the base model's prefix. A causal model's own names have it,
+                    # except the head's.
                     stored[name if name in own else f"{model.base_model_prefix}.{name}"] = dtype
     others = [dtype for name, dtype in stored.items() if dtype is not None and name not in own]
     widest = functools.reduce(torch.promote_types, others) if others else None
@@ -121,7 +121,7 @@ def _give_dtypes(model: PreTrainedModel, files: Iterable[Path]) -> None:
 
 
 def _revision(model_name: str, cfg: Config) -> str:
-    """Return the hub revision of a training checkpoint, as TransformerLens names them."""
+    """Return the hub revision of a training checkpoint, by TransformerLens's naming."""
     if model_name.startswith("stanford-crfm"):
         return f"checkpoint-{cfg.checkpoint_value}"
     if model_name.startswith("EleutherAI/pythia"):

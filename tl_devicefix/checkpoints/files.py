@@ -158,13 +158,13 @@ _DTYPES = {
 
 
 def headers(file: Path) -> list[tuple[str, tuple[int, ...], torch.dtype | None]]:
-    """Return each tensor's name, shape and dtype; None for a dtype that is not in `_DTYPES`."""
+    """Return each tensor's name, shape and dtype, which is None if it is not in `_DTYPES`."""
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as opened:
             names = opened.keys()
             tensors = [(name, opened.get_slice(name)) for name in names]
             return [(n, tuple(t.get_shape()), _DTYPES.get(t.get_dtype())) for n, t in tensors]
-    is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are not archives
+    is_zip = zipfile.is_zipfile(file)  # torch before 1.6 wrote no zip files
     held = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
     if not isinstance(held, dict) or not all(torch.is_tensor(t) for t in held.values()):
         raise ValueError("it holds things other than tensors")

@@ -1,7 +1,7 @@
 """Checkpoints by name, on the Hugging Face hub or in a directory: tokenizers, configs and dtypes.
 
-known_configs.json has the fields of each model's config that TransformerLens reads. Only planning
-uses it: a checkpoint's own config may differ.
+known_configs.json has those fields of common models' configs that TransformerLens reads. Only
+planning uses it: a checkpoint's own config may differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HUB_ARGUMENTS = ("revision", "subfolder", *_OF_ACCESS)
 
 
 def hub_arguments(kwargs: Mapping[str, object]) -> dict[str, Any]:
-    """Select those of `HUB_ARGUMENTS` that are given."""
+    """Return those of `HUB_ARGUMENTS` that are given."""
     return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
 
 
@@ -46,7 +46,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_checkpoint_directory(model_name: str) -> bool:
-    """Return True if this names a local directory with a Hugging Face checkpoint in it."""
+    """Return True if this is the path of a local directory with a Hugging Face checkpoint."""
     return (Path(model_name) / "config.json").is_file()
 
 
@@ -131,13 +131,13 @@ def tokenizers_fetched_with(model_name: str, kwargs: Mapping[str, object]) -> It
         own |= {k: v for k, v in options.items() if k in _OF_ACCESS or name == model_name}
         return original(name, **own)
 
-    # TransformerLens fetches them in several modules, so the class's method is replaced.
+    # Replace the class's method: TransformerLens fetches tokenizers in several modules.
     with replaced_in_thread(AutoTokenizer, "from_pretrained", fetch):
         yield
 
 
 def read_config(name: str, **kwargs: Any) -> PretrainedConfig:
-    """Return the fields that transformers reads from a checkpoint's config.json."""
+    """Return a checkpoint's config, as transformers reads it."""
     with reading_config(name):
         config = as_saved(AutoConfig.from_pretrained(name, **kwargs))
         if not isinstance(architectures := config.architectures or [], list):
@@ -149,8 +149,9 @@ _READS_ROPE_PARAMETERS = Version(transformers.__version__) >= Version("5.dev0")
 
 
 def as_saved(config: PretrainedConfig) -> PretrainedConfig:
-    """Copy rotary settings that transformers 5 saved to where transformers 4 reads them."""
-    # transformers 4 ignores `rope_parameters`, so it and TransformerLens 2 would use defaults.
+    """Return the config with its rotary settings where the installed transformers reads them."""
+    # transformers 5 saves them in `rope_parameters`. transformers 4 ignores that, so it and
+    # TransformerLens 2 would use defaults.
     text: Any = getattr(config, "text_config", config)
     rope = getattr(text, "rope_parameters", None)
     if _READS_ROPE_PARAMETERS or not rope:
@@ -173,7 +174,7 @@ def as_saved(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextlib.contextmanager
 def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Turn errors from wrong values in a config.json into one sentence, within a `with` block."""
+    """Within a `with` block, turn errors from a config.json's values into one sentence."""
     try:
         yield
     except (ImportError, NotImplementedError):  # the config itself is fine
@@ -194,7 +195,7 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """Return the fields that transformers would read from a known model's config.json."""
+    """Return a model's config from known_configs.json; None if it is not there."""
     if name not in known_fields():
         return None
     fields = dict(known_fields()[name])
@@ -206,10 +207,10 @@ def known_config(name: str) -> PretrainedConfig | None:
 
 @cache
 def known_fields() -> dict[str, dict[str, Any]]:
-    """Return each known model's fields of config.json by its name; do not change them."""
+    """Return known_configs.json: a model's name -> fields of its config. Do not change them."""
     entries = json.loads((Path(__file__).parent / "known_configs.json").read_text())
     fields: dict[str, dict[str, Any]] = {}
-    for entry in entries:  # an entry lists only its differences from the model that it is `like`
+    for entry in entries:  # with `like`, it lists only the differences from that model
         like = fields[entry["like"]] if "like" in entry else {}
         for name in entry["names"]:
             fields[name] = {**like, **entry["config"]}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def processing_unit(name: str) -> str:
-    """Return the unit that processes a weight: its component, or for ln_final the unembedding."""
+    """Return the unit with which a weight is processed: its component; for ln_final, unembed."""
     component = component_of(name)
     return "unembed" if component == "ln_final" else component
 
@@ -69,12 +69,12 @@ class HuggingFaceSource:
         self._live = LiveWeights(hf_model)
         self.hf_model = self._live.model
         self.computes = self._live.needs_reading
-        """True if reading allocates tensors of a component's size: one thread reads at a time."""
+        """True if reading makes new tensors (merged, dequantised): one thread reads at a time."""
         self._cfg = cfg
         self._blocks = _find_blocks(self.hf_model, cfg)
 
     def read(self, unit: str, device: torch.device) -> Weights:
-        """Return the weights of one unit, by their names within it, on any device.
+        """Return the weights of one unit, by their names within it, on `device` or elsewhere.
 
         Edit only copies: these may alias the source's own tensors.
 
@@ -122,12 +122,12 @@ class HuggingFaceSource:
             ) from error
 
     def _embeddings_not_of(self, unit: str) -> set[nn.Module]:
-        """Return the embedding and the unembedding that this unit does not read."""
+        """Return those of the embedding and the unembedding that this unit does not read."""
         if not isinstance(self.hf_model, PreTrainedModel):
             return set()
         embedding = self.hf_model.get_input_embeddings()
         head = self.hf_model.get_output_embeddings()
-        if embedding is None or head is None:  # tied weights may be read from the embedding
+        if embedding is None or head is None:  # one may be read as the other
             return set()
         if not hasattr(head, "weight"):
             raise ValueError(
@@ -136,12 +136,13 @@ class HuggingFaceSource:
                 "layer"
             )
         read = {"embed": embedding, "unembed": head}.get(unit)
-        shared = None if read is None else read.weight  # some adapters make it anew at each read
+        shared = None if read is None else read.weight
+        # Some adapters (PEFT) compute `weight` at each access, so compare the modules too.
         return {m for m in (embedding, head) if m is not read and m.weight is not shared}
 
 
 Source: TypeAlias = StateDictSource | HuggingFaceSource
-"""What weights can be read from, one processing unit at a time."""
+"""Weights are read from it, one processing unit at a time."""
 
 
 def _find_blocks(hf_model: nn.Module, cfg: HookedTransformerConfig) -> nn.ModuleList:

@@ -1,8 +1,8 @@
 """Move components' inputs and outputs between devices; skip blocks whose output is known.
 
 When a forward skips blocks, everything else runs as usual: tokens are embedded, masks and positions
-are made. TransformerLens's `start_at_layer` would not do: a Bridge runs the blocks before it all
-the same, and a HookedTransformer needs masks made by hand.
+are made. TransformerLens's `start_at_layer` would not do: a Bridge runs the blocks before that
+layer all the same, and a HookedTransformer needs masks made by hand.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class CarryTo(Around):
             with moving_to(self.device):
                 return args, kwargs
         if args:
-            # Fetch a remote value before `moving_to`, which may let another run go on.
+            # Fetch a remote value before `moving_to`: that may run remote blocks and their hooks.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
-            # A Bridge's `start_at_layer` leaves the stream on its first block, not in arguments.
+            # A Bridge's `start_at_layer` sets the stream on every block; one of them reads it.
             residual = vars(module).get("_start_residual")
-            if residual is not None:
+            start = vars(module).get("_start_at_layer_idx")
+            if residual is not None and module._extract_layer_idx() == start:  # type: ignore[operator]
                 vars(module)["_start_residual"] = move(residual, self.device)
             if args:  # the residual stream: [batch, pos, d_model]
                 args = (move(args[0], self.device), *map(self._on_device, args[1:]))
@@ -178,7 +179,7 @@ def run_blocks(
     run: Callable[[], object],
     keep: Callable[[int, BlockOutput], None],
 ) -> None:
-    """Call `run`, ended after the last of `blocks`, and `keep(index, output)` for each block."""
+    """Call `run`, which ends after the last of `blocks`; pass each block's output to `keep`."""
     stop = StopAfter(blocks[-1], keep)
     try:
         for block in blocks:
@@ -221,7 +222,7 @@ class SkipBlock(Around):
     is_over = True
 
     def begin(self, output: BlockOutput | None, last: nn.Module | None, n_times: int = 1) -> None:
-        """Make blocks up to `last` return `output`, with the batch repeated; None ends this."""
+        """Make blocks up to `last` return `output`, its batch repeated; `last=None` ends this."""
         self._output, self._last, self._n_times = output, last, n_times
         self.is_over = last is None
 

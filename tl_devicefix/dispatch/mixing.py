@@ -25,7 +25,7 @@ from torch.overrides import (
 )
 from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
-from tl_devicefix.around import Args, Forward, Kwargs, innermost
+from tl_devicefix.around import Args, Forward, Kwargs, innermost, resumes_modes
 from tl_devicefix.dispatch.scheduler import launching, note_hooked, run_ahead
 from tl_devicefix.fusing.listening import hooks_of, note_hook
 from tl_devicefix.fusing.one_forward import forward_cache
@@ -41,9 +41,9 @@ Tensors = list[torch.Tensor]
 
 
 class OutsideBlocks(TorchFunctionMode):
-    """A mode that changes nothing within a block, so that remote blocks run without it.
+    """A mode that has no effect within a block, so remote blocks run without it.
 
-    A mode may pause in a model's forward. It is on again in users' hooks and modules there.
+    It may pause in a model's forward, and resumes there in users' hooks and modules.
     """
 
     def pauses_in(self, model: Model) -> bool:
@@ -77,16 +77,19 @@ def runs_users_code(model: Model) -> bool:
         attributes = vars(module)
         hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
         methods = (value for value in attributes.values() if type(value) in _FUNCTIONS)
-        forward = innermost(attributes.get("forward")) or nn.Module
+        around = attributes.get("forward")
         # Users' hooks on hook points are called by our wrapper, which resumes the modes.
-        if any(map(is_of_user, (*hooks, *methods, forward))):
+        if any(map(is_of_user, (*hooks, *methods, innermost(around) or nn.Module))):
             return True
+        if resumes_modes(around):  # also for the modules inside
+            continue
         inner = module._modules.values()
         new = [m for m in inner if m is not None and m not in modules]
         modules.update(dict.fromkeys(new))
         pending += new
-    kinds: set[type[nn.Module]] = {*map(type, modules)}
-    return any(is_of_user(kind.forward) and not is_of_user(kind) for kind in kinds)
+    pinned = {module for module in modules if resumes_modes(vars(module).get("forward"))}
+    kinds: set[type[nn.Module]] = {*map(type, modules.keys() - pinned)}
+    return any(is_of_user(kind.forward) for kind in kinds)
 
 
 _FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
@@ -94,7 +97,7 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, functools.partial))
 
 def resuming_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context for a user's hook or module, in which the paused modes are on again."""
-    if not _paused.modes:  # forwards within it are not launched ahead
+    if not _paused.modes:  # but forwards in a user's hook are not launched ahead
         return contextlib.nullcontext() if run_ahead() is None else launching(None)
     return _resuming([*_get_current_function_mode_stack(), *_paused.modes])
 
@@ -212,7 +215,7 @@ _OF_AUTOGRAD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.g
 
 
 def map_entries(value: T, change: Callable[[Any], object]) -> T:
-    """Apply `change` to each entry of a tuple, list, dict or named tuple; return others as is."""
+    """Apply `change` to the entries of a tuple, list, dict or named tuple; return others as is."""
     whole: Any = value
     # Require exact types: a subclass's constructor may take other arguments.
     if type(whole) in (tuple, list):
@@ -229,7 +232,7 @@ def on_several_devices(args: Args, kwargs: Kwargs) -> bool:
     first = None
     for value in (*args, *kwargs.values()):
         is_nested = isinstance(value, (tuple, list, dict))
-        # Most arguments need no generator, and every torch function within a mode comes here.
+        # Every torch function within a mode comes here, and a generator takes time.
         for tensor in tensors_in(value) if is_nested else (value,):
             if not isinstance(tensor, torch.Tensor):
                 continue
@@ -337,8 +340,8 @@ class mix_devices:
     As a statement, such as in a notebook's first cell, it stays on until ``mix_devices(False)``.
     Like `torch.set_grad_enabled`, it applies to this thread only: call it in each thread that
     mixes. On CUDA, autograd runs hooks in other threads. Hooks added by `Tensor.register_hook`
-    while it is on can mix there too; those of modules (`register_full_backward_hook`) cannot. It
-    does not reach code that torch compiles.
+    while it is on can mix there too; those of modules (`register_full_backward_hook`) cannot.
+    Code that torch compiles cannot mix.
 
     While it is on, each torch function calls Python code, which takes time. In a model's forward it
     is on in your hooks and modules only, and costs nothing elsewhere.
@@ -352,7 +355,7 @@ class mix_devices:
 
     def __init__(self, mode: bool = True) -> None:
         self._mode = mode
-        # Each `__exit__` pops one: the first `with` pops what was on before this object.
+        # Each `__exit__` pops one and restores it. The first one is the state before this object.
         self._before = [_switch(mode)]
         self._is_entered = False
 
@@ -391,9 +394,10 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
     @functools.wraps(hook, updated=())
     def mixing(gradient: torch.Tensor) -> object:
         # A mode applies to one thread, and on CUDA autograd calls hooks in other threads.
-        with JoinedAt(gradient.device, devices_in_use()):
+        devices = devices_in_use() | {CPU}
+        with JoinedAt(gradient.device, devices):
             result = hook(gradient)
-        if isinstance(result, torch.Tensor) and result.device in devices_in_use():
+        if isinstance(result, torch.Tensor) and result.device in devices:
             return result.to(gradient.device)
         return result
 
@@ -439,7 +443,7 @@ def add_hook(
     across = _HookAcrossDevices(hook)
     added = original(self, across, dir, is_permanent, level, *args, **kwargs)
     note_hook(self)
-    # `list_hooks()` shows this to users.
+    # `list_hooks()` shows `user_hook` to users.
     for handle in (*self.fwd_hooks, *self.bwd_hooks):
         if getattr(handle, "user_hook", None) is across:
             handle.user_hook = hook
@@ -456,7 +460,7 @@ def _is_caching(hook: HookFunction) -> bool:
 def _call_caching_hook(
     hook: HookFunction, point: HookPoint, inputs: object, activation: Any
 ) -> object:
-    """Call one of TransformerLens's hooks with the arguments that torch gives."""
+    """Call a caching hook of TransformerLens with the arguments that torch gives."""
     conversion = vars(point).get("hook_conversion")
     if conversion is None:
         return hook(activation, hook=point)
@@ -529,7 +533,7 @@ def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) 
 
 @contextlib.contextmanager
 def noting_unlike() -> Iterator[None]:
-    """Name, in a forward's error, the hook that returned something unlike its activation."""
+    """Note on a forward's error which hook returned something unlike its activation."""
     try:
         yield
     except Exception as error:

@@ -35,11 +35,13 @@ WATCH = "_tl_devicefix_watch"
 """A model split across devices has its `Watch` under this name."""
 
 IsOwn = Callable[[Any, str, nn.Module], bool]
-"""Takes a model, a path and the module there. Returns True if the model's class puts one there."""
+"""Takes a model, a path and its module; returns True if TransformerLens has such a module there."""
 
 
 class PinnedModule(Around):
     """Runs a user's module where its weights are when it is called."""
+
+    resumes_modes = True
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the module's output on the device of its input."""
@@ -66,12 +68,12 @@ def runs_where_it_is(module: nn.Module) -> bool:
 
 def _users_modules(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
     """Yield the outermost modules in each component that are not part of TransformerLens."""
-    # TransformerLens also uses torch's module classes. A module of such a class counts only if
+    # TransformerLens also uses torch's module classes. A module of such a class is a user's only if
     # it is elsewhere and `is_own` returns False for it.
     inside: set[nn.Module] = set()
-    for name, device in placement.device_map.items():
-        own = (None, device, placement.stored_on(name))  # None without weights
-        for path, module in model.get_submodule(name).named_modules(prefix=name):
+    for component, root in placement.modules_of(model):
+        own = (None, component.device, component.stored_on)  # None without weights
+        for path, module in root.named_modules(prefix=component.name):
             package = package_of(type(module))
             if module in inside or package == "transformer_lens":
                 continue
@@ -122,7 +124,7 @@ class Watch:
         return children, devices
 
     def bring_in(self, model: Model, placement: Placement) -> None:
-        """Move misplaced parts to their component, and warn once."""
+        """Move misplaced parts to their component, and warn of them."""
         with torch.inference_mode(False), torch.no_grad():
             self._attach(model, placement)
             shared = _shared(model, placement)
@@ -139,7 +141,7 @@ class Watch:
             if moved:  # some may have gone to host memory
                 pin(model, placement)
             roots = [root for _, root in placement.modules_of(model)]
-            for root in roots:  # outermost: `PinnedModule` asks where the weights are
+            for root in roots:  # last, so outside `PinnedModule`, which asks where the weights are
                 attach_parts(root, root)
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()

@@ -42,15 +42,14 @@ from tl_devicefix.fusing.listening import HOOKS, IN_VIEW, count_assignment, coun
 from tl_devicefix.monkeypatch.patch import LIBRARIES, is_of_user, patches
 
 Module = TypeVar("Module", bound=nn.Module)
-T = TypeVar("T")
 
 
 class View(Generic[Module]):
     """A view of a model: of the same class, with the same weights and its own modules.
 
     Parameters, buffers, config, placement and whatever else holds no module are the same objects;
-    the tokenizer is a copy. The model's hooks are there, in their order, and get the view's hook
-    points. No `__init__` is called.
+    the tokenizer is a copy. A view has the model's hooks, in their order, and calls them with its
+    own hook points. No `__init__` is called.
 
     Args:
         viewed: the model, or another module.
@@ -59,7 +58,7 @@ class View(Generic[Module]):
     Attributes:
         model: the view itself.
         is_captured: True if a function, partial or object of the user's, in a hook or attribute of
-            the model, holds one of its modules. Even in the view, it uses the model's module.
+            the model, holds one of its modules: in a run, it would use that, not the view's.
     """
 
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
@@ -67,9 +66,13 @@ class View(Generic[Module]):
         with _no_garbage_collection():
             self.model: Module = builder.of(viewed)
         self.is_captured = builder.is_captured
+        self._tokenizers: list[tuple[object, dict[str, object]]] = []
         for name in ("tokenizer", "_tokenizer"):  # of a HookedTransformer; of a Bridge
             if (tokenizer := vars(self.model).get(name)) is not None:
-                vars(self.model)[name] = own_tokenizer(tokenizer)
+                own = vars(self.model)[name] = copy.copy(tokenizer)
+                kind: type = type(tokenizer)
+                own.__class__ = _encoding_in_turn(kind)
+                self._tokenizers.append((own, dict(vars(own))))
         watch: Watch | None = vars(viewed).get(WATCH)
         if watch is not None:
             vars(self.model)[WATCH] = watch.for_view(builder.counterpart_of)
@@ -79,7 +82,7 @@ class View(Generic[Module]):
         for state in self._states:
             state.as_made = dict(state.attributes)
         for attributes, bound in builder.bound:
-            if hasattr(bound, "for_view"):  # a Bridge's holds a layer, which views make anew
+            if hasattr(bound, "for_view"):  # a Bridge's has none: its views make it anew
                 attributes[BOUND] = bound.for_view(builder.counterpart_of)
         self._begin()
         self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked()]
@@ -91,11 +94,14 @@ class View(Generic[Module]):
     def restore(self) -> None:
         """Undo what a run changed: hooks, contexts, modules, and the attributes of the view itself.
 
-        Only modules whose containers were written to are visited. Values of weights, and all else
-        that the view shares with the model, stay as they are.
+        This visits the view itself, and modules that had hooks or whose containers were written to.
+        Values of weights, and all else that the view shares with the model, stay as they are.
         """
         for state in (*self._changed, *self._always):
             state.restore()
+        for tokenizer, made in self._tokenizers:
+            vars(tokenizer).clear()
+            vars(tokenizer).update(made)
         self._begin()
 
     def _begin(self) -> None:
@@ -132,8 +138,8 @@ def clear_context(original: Callable[..., None], self: HookPoint) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Pause it: a view of 80 layers has 100 000 objects, and each 700 new ones would start it."""
-    if not gc.isenabled():  # or another thread has paused it, and enables it again
+    """Pause the collector: it starts at every 700 new objects, and 80 layers have 100 000."""
+    if not gc.isenabled():  # by the user, or by another thread here, which enables it again
         yield
         return
     gc.disable()
@@ -147,32 +153,28 @@ def _no_garbage_collection() -> Iterator[None]:
 _encoding = threading.RLock()
 
 
-def own_tokenizer(tokenizer: T) -> T:
-    """Return a copy with its own padding side, which encodes while no other copy does.
+@functools.lru_cache
+def _encoding_in_turn(kind: type) -> type:
+    """Return a subclass of a tokenizer's class; only one object of it encodes at a time.
 
-    All copies share the Rust tokenizer, whose padding is set before each call.
+    Copies of a tokenizer share the Rust tokenizer, and each call sets its padding.
     """
-    kind, own = type(tokenizer), copy.copy(tokenizer)
 
     def in_turn(name: str) -> Callable[..., object]:
-        encode = getattr(kind, name)
-
-        @functools.wraps(encode)
-        def encode_in_turn(*args: object, **kwargs: object) -> object:
+        def encode(self: object, *args: object, **kwargs: object) -> object:
             with _encoding:
-                return encode(*args, **kwargs)
+                return getattr(kind, name)(self, *args, **kwargs)
 
-        return encode_in_turn
+        return encode
 
     methods = filter(functools.partial(hasattr, kind), ("_encode_plus", "_batch_encode_plus"))
-    own.__class__ = type(kind.__name__, (kind,), {name: in_turn(name) for name in methods})
-    return own
+    return type(kind.__name__, (kind,), {name: in_turn(name) for name in methods})
 
 
 class _State:
     """A counterpart's attributes when its view was made, and its containers' contents.
 
-    The contents are noted before the first change of a run: an 80-layer model has 38 000 empty
+    Contents are noted only before a run's first change: an 80-layer model has 38 000 empty
     containers.
     """
 
@@ -232,7 +234,7 @@ class _State:
         return None
 
 
-# Values of these classes lead to no module. Most values are of these, so they are checked first.
+# The classes of most values, checked first: these lead to no module.
 _PLAIN = frozenset(
     (
         *(str, int, float, bool, bytes, complex, type(None), type, frozenset),
@@ -290,8 +292,8 @@ _OF_MODULES = frozenset(
 _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
 _PARTS = frozenset(("_parameters", "_buffers", "_modules"))
 _SHARED_IF_EMPTY = _OF_MODULES - _PARTS - {"_non_persistent_buffers_set", *HOOKS}
-"""Hooks of state dicts, and sets of hooks' numbers. If each view had its own empty ones, it would
-have twice as many objects, which the garbage collector visits."""
+"""Dicts of state-dict hooks, and of flags by a hook's number. With empty ones of its own, a view
+would have twice as many objects for the garbage collector to visit."""
 
 
 class ViewBuilder:
@@ -299,14 +301,14 @@ class ViewBuilder:
 
     def __init__(self) -> None:
         self.states: list[_State] = []
-        """Of counterparts with attributes: modules, and objects such as a Bridge's conversions."""
+        """A state for each counterpart with attributes: modules, a Bridge's conversions, ..."""
         self.changed: list[_State] = []
-        """Those whose dicts were written to."""
+        """The states of counterparts whose dicts were written to."""
         self.unnoted: list[dict[str, object]] = []
         """Empty dicts of hook points that no run may fill; see `View.kept_setting`."""
         self.is_captured = False
         self.bound: list[tuple[dict[str, object], Any]] = []
-        """Attributes of fused modules, with what the original has cached."""
+        """The attributes of each fused module's counterpart, and the original's `BOUND`."""
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
         self._to_fill: list[_State] = []
@@ -333,7 +335,7 @@ class ViewBuilder:
         return self._counterparts.get(id(value), value)
 
     def __call__(self, value: object) -> Any:
-        """Return the counterpart of a value, which is made now if it needs one."""
+        """Return the counterpart of a value, made now if there is none yet, or the value itself."""
         kind: type = type(value)
         if kind in _PLAIN:
             return value
@@ -344,7 +346,7 @@ class ViewBuilder:
 
     def _holder(self, value: object) -> object:
         kind = type(value)
-        # Note it before it is filled: what it holds may lead back to it.
+        # Record the counterpart before it is filled: what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
         if issubclass(kind, nn.Module):
@@ -388,12 +390,11 @@ class ViewBuilder:
                 attributes[name] = self(value)
 
     def _own(self, value: Any) -> object:
-        """Return a new container, even if it leads to no module."""
+        """Return a new container with the counterparts, even if it leads to no module."""
         counterpart = self._counterparts.get(id(value))
         if counterpart is None:
             counterpart = self._counterparts[id(value)] = self._new(type(value))
-            if value:
-                refill(counterpart, list(map(self, contents_of(value))))
+            refill(counterpart, list(map(self, contents_of(value))))
         return counterpart
 
     def _container(self, value: Any) -> object:
@@ -416,8 +417,8 @@ class ViewBuilder:
         self._counterparts[id(value)] = counterpart
         return counterpart
 
-    # A library's function that leads to a module of the model gets a counterpart. A user's gets
-    # none. Whatever else a function refers to, such as a list of results, is shared.
+    # A library's function that leads to a module of the model gets a counterpart, a user's does
+    # not. Whatever else a function refers to, such as a list of results, is shared.
 
     def _in_function(self, value: object) -> Any:
         kind = type(value)  # not `isinstance`: a proxy of a module says that it is one
@@ -465,7 +466,7 @@ class ViewBuilder:
         for value in values:
             kind = type(value)
             parts: Iterable[object] = ()
-            if kind in _RULES:  # a function of the user's notes it itself, and has no counterpart
+            if kind in _RULES:  # for a user's function, `_function` notes it and returns the same
                 if self(value) is not value:
                     self.is_captured = True
             elif issubclass(kind, nn.Module):
@@ -521,7 +522,7 @@ def contents_of(container: Any) -> list[Any]:
 def refill(container: Any, contents: list[Any]) -> None:
     """Give a dict, list or set these contents, in place: other objects may hold it."""
     kind = next((kind for kind in (OrderedDict, dict) if isinstance(container, kind)), None)
-    if kind is not None:  # by the class's own methods (`OrderedDict.update` notes a change)
+    if kind is not None:  # the base class's methods: only `OrderedDict.update` notes a change
         n = len(contents) // 2
         kind.clear(container)
         kind.update(container, zip(contents[:n], contents[n:]))

@@ -21,7 +21,7 @@ from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import owner_of, package_of
 
 BOUND = "_tl_devicefix_bound"
-"""The attribute of a fused module that caches facts about it. Copies start without."""
+"""A fused module's attribute that caches facts about it. Copies do not get it."""
 _WHY_NOT = "_tl_devicefix_why_not_fused"
 """The attribute of modules that were asked to fuse: the reason why they cannot, or None."""
 
@@ -55,7 +55,7 @@ class Fused(nn.Module):
 
     @classmethod
     def why_pattern(cls, module: nn.Module) -> str | None:
-        """Return why a fused block builds a pattern that nobody hooks; None if it builds none."""
+        """Return why a fused block builds a pattern even without hooks; None if it builds none."""
         raise NotImplementedError
 
     @classmethod

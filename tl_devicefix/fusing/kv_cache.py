@@ -6,8 +6,9 @@ Here, from 192 tokens on, each tensor of an entry is a view of a larger one, wit
     past_keys     [k0 k1 ... k191 | room            ]   a view of the first 192
     rotated keys  [r0 r1 ... r191 | room            ]   cached here
 
-Others, and frozen entries, use TransformerLens's `append`. If an entry's tensors were replaced,
-they are copied to larger ones again; if its keys were edited in place, all are rotated again.
+Shorter and frozen entries, and all entries under autograd, use TransformerLens's `append`. If an
+entry's tensors were replaced, the new ones are copied to larger ones; if its keys were edited in
+place, all of them are rotated again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.devices import has_values
 
-if TYPE_CHECKING:  # TransformerLens 2 has it under another name
+if TYPE_CHECKING:  # TransformerLens 2 has the class under another name
     from transformer_lens import TransformerLensKeyValueCacheEntry as Entry
 
 Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
@@ -66,8 +67,7 @@ def rotated_keys(
     Args:
         entry: the block's entry.
         keys: all keys.
-        tables: the `state_of` of the rotary tables: if it changes, all keys are rotated again. None
-            always rotates all.
+        tables: `state_of` each rotary table. If one changes, or for None, all keys are rotated.
         rotate: takes keys and the position of the first one.
     """
     allocated = vars(entry).get(_PREALLOCATED)
@@ -93,7 +93,7 @@ def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
 
 def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:
     """Return True if new keys and values can be written in place."""
-    # A graph may hold the tensors that would be written to.
+    # An autograd graph may have saved the tensors that would be written to.
     if torch.is_grad_enabled() or unsupported_mode() is not None:
         return False
     if package_of(type(entry).append) != "transformer_lens":  # a user's own
@@ -129,7 +129,8 @@ class _Preallocated:
         if self._version != self._all_keys._version:  # other code has written to the keys
             self._rotated = None
         start, end = self.keys.shape[1], self.keys.shape[1] + new_keys.shape[1]
-        # `.data` keeps the version counter: graphs may hold earlier keys, which do not change.
+        # Writing to `.data` does not raise the version, which autograd checks if a graph has saved
+        # earlier keys: they do not change.
         self._all_keys.data[:, start:end] = new_keys
         self._all_values.data[:, start:end] = new_values
         self.keys, self.values = self._all_keys[:, :end], self._all_values[:, :end]
@@ -137,7 +138,7 @@ class _Preallocated:
         return self.keys, self.values
 
     def rotated(self, tables: tuple[object, ...], rotate: Rotate) -> Heads:
-        """Return all keys, rotated. The caller may not write to them: they are cached."""
+        """Return all keys, rotated. The caller must not write to them: they are cached."""
         if self._tables != tables:
             self._rotated = None
         start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
@@ -149,7 +150,7 @@ class _Preallocated:
         return self._rotated[:, :end]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(None), ()  # copies and pickles of an entry have none
+        return type(None), ()  # deep copies and pickles of an entry have None instead
 
 
 def _with_room(start: Heads, room: int) -> Heads:

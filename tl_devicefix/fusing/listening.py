@@ -1,9 +1,9 @@
 """Detect hooks and replaced modules in a block, mostly by comparing two integers.
 
-torch numbers the handles of all hooks, and calls a function when a module is assigned to another.
-If neither the next number nor our count of assignments within fused blocks has changed, no hook was
+torch numbers the handles of all hooks, and calls `_count` when a module is assigned to another. If
+neither the next number nor our count of assignments within fused blocks has changed, no hook was
 added and no module was replaced. Removing a hook changes neither, so modules that had hooks are
-always checked. Where `HookPoint.add_hook` added the last hooks is noted: other blocks skip them.
+always checked. `note_hook` notes where the last hooks were added, so that other blocks skip them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def note_hook(module: nn.Module) -> None:
 
 def count_hook() -> None:
     """Make all fused blocks look for hooks again."""
-    RemovableHandle(OrderedDict())  # which takes the next number
+    RemovableHandle(OrderedDict())  # takes the next number
 
 
 def is_counting() -> bool:
@@ -159,7 +159,7 @@ class Listeners:
     def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
         as_of = RemovableHandle.next_id  # first: another thread may add hooks meanwhile
         if _has_any_global_hook():
-            return -1, self._names, []  # -1: look again, as removing such a hook is not seen
+            return -1, self._names, []  # -1: look again, its removal is not seen
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
         hooked, listened = set(), []

@@ -40,9 +40,8 @@ def attend(
         if is_causal:  # SDPA takes no bias with it
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
         if dtype.itemsize < 4:
-            q, k, v = q.float(), k.float(), v.float()  # 16 bits do not hold the bias
+            q, k, v = q.float(), k.float(), v.float()  # 16 bits are too few for the bias
         bias = bias.to(v.dtype)[None]  # [1, head_index, query_pos, key_pos]
-        # `where` makes a new tensor: a backward cannot save one made in inference mode.
         attn_mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
         is_causal = False
     if not q.dtype == k.dtype == v.dtype:  # a hook may have changed one

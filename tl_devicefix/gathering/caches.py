@@ -1,6 +1,7 @@
 """Caches whose activations stay where they were computed, and are copied home at each read.
 
-Home is the model's first device; in `gather_on`, the one given to it. Weights use the same dict.
+Home is the model's first device; within `gather_on`, each read copies to that device instead.
+`SVDInterpreter` and a Bridge's `get_params` keep weights in the same class.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def reading_together(
     """
     device = _read_on(self)
     if device is not None:
-        args, kwargs = bring_home((args, kwargs), device)  # a direction may be on any device
+        args, kwargs = bring_home((args, kwargs), device)  # such as `project_output_onto`
     read = functools.partial(original, self, *args, **kwargs)
     name = original.__name__
     # Head results, [batch, pos, head, d_model], are larger than their factors: they are computed
@@ -205,12 +206,12 @@ def changing_in_place(
 def to(
     original: Callable[..., ActivationCache], self: ActivationCache, *args: object, **kwargs: object
 ) -> ActivationCache:
-    """Wrap `ActivationCache.to`: each activation is copied there directly."""
+    """Wrap `ActivationCache.to`: each activation is copied directly to the device."""
     is_at_home = isinstance(self.cache_dict, CacheAtHome)
     moved = original(_in_place(self), *args, **kwargs).cache_dict
     device = next(iter(_device_by_name(moved).values()), None)
     if device is not None and (is_at_home or spread_placement(self.model) is not None):
-        moved = CacheAtHome(device).of(moved)  # reads go there from now on
+        moved = CacheAtHome(device).of(moved)  # later reads are on that device
     self.cache_dict = moved
     return self
 
@@ -220,7 +221,7 @@ def _device_by_name(cache_dict: Mapping[str, object]) -> dict[str, torch.device]
 
 
 def _in_place(cache: ActivationCache) -> ActivationCache:
-    """Return a cache that reads without copying home; this one if its dict is plain."""
+    """Return a cache that reads without copying home; `cache` itself if its dict is plain."""
     if not isinstance(cache.cache_dict, CacheAtHome):
         return cache
     in_place = copy.copy(cache)
@@ -229,7 +230,7 @@ def _in_place(cache: ActivationCache) -> ActivationCache:
 
 
 def _read_on(cache: ActivationCache) -> torch.device | None:
-    """Return the device on which a cache is read; None if TransformerLens needs no help."""
+    """Return the device on which a cache is read; None to leave activations where they are."""
     model = cache.model
     if (chosen := chosen_device(home_of(model))) is not None:
         return chosen

@@ -128,7 +128,7 @@ def read_together(
     read: Callable[[], T],
     in_place: bool = True,
 ) -> T:
-    """Call `read` within `ReadAt`, and bring its result to `device`; if it is None, just call."""
+    """Call `read` within `ReadAt`, and bring its result to `device`; without one, just call it."""
     if device is None:
         return read()
     with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():

@@ -1,10 +1,11 @@
 """Run a block of a HookedTransformer as one function of its weights.
 
     no hooks inside                            `_block`
-    other hooks inside, or an unlisted norm    TransformerLens's block around `_fused_attention`
+    other hooks inside, or an unknown norm     TransformerLens's block around `_fused_attention`
     hooks on scores or pattern, anything else  TransformerLens's block, which builds a pattern
 
-Hooks on the residual stream, and on what attention and MLP add to it, count as outside.
+Hooks on the residual stream, and on what attention and MLP add to it, count as outside. `_block`
+calls attention as a module if it needs a pattern even without hooks, as with a soft cap.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def _hook_place(name: str) -> str:
 
 
 def _why_unlisted(name: str, module: nn.Module) -> str | None:
-    """Return why a module within a block is not one of the listed classes; None if it is."""
+    """Return why the functions below do not cover a module in a block; None if they do."""
     last = name.rpartition(".")[2]
     kinds = next((kinds for part, kinds in _KINDS.items() if last.startswith(part)), _NORMS)
     if type(module) not in kinds or name.startswith("mlp.ln"):  # SoLU's inner norm
@@ -282,7 +283,7 @@ def _block(
 def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """Normalise [..., d_model] by a LayerNorm or RMSNorm, folded or not."""
     kind, weights = type(norm), norm._parameters
-    if kind is nn.Identity or x.dtype != norm.cfg.dtype:  # its forward converts dtypes
+    if kind is nn.Identity or x.dtype != norm.cfg.dtype:  # the norm's own forward converts x
         return norm(x)
     if kind is RMSNorm or kind is RMSNormPre:
         return torch.rms_norm(x, x.shape[-1:], weights.get("w"), norm.eps)
@@ -320,7 +321,7 @@ def _fused_attention(
     past_kv_cache_entry: kv_cache.Entry | None,
     attention_mask: Padding | None,
 ) -> Residual:
-    """Run attention by SDPA on the block's inputs to it; call its modules if `is_hooked`."""
+    """Run attention by SDPA; if `is_hooked`, call its hook points, and its norms as modules."""
     cfg, modules, named = attn.cfg, attn._modules, attn._parameters
     entry, padding = past_kv_cache_entry, attention_mask
 

@@ -73,8 +73,9 @@ def from_pretrained(
     It takes every argument of the installed `HookedTransformer.from_pretrained`, and:
 
     Args:
-        device_map: instead of `n_devices`, "balanced" or "auto", "sequential", one device, or a
-            dict from components ("embed", "blocks.3", "unembed") or prefixes to devices.
+        device_map: one of "balanced" (the same as "auto") and "sequential"; one device; or a dict
+            from components ("embed", "blocks.3", "unembed") or prefixes to devices. Leave
+            `n_devices` out.
         max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
             (`{0: "20GiB", 1: "40GiB"}`). All GPUs in the dict are used, unless `n_devices` or
             `device_map` says which; "cpu" in it allows offloading.
@@ -96,7 +97,7 @@ def from_pretrained(
     weights must equal the checkpoint's bit for bit.
 
     Parameters are laid out as in the checkpoint, and blocks on one device share masks and rotary
-    tables. torch.save keeps both. safetensors takes neither, so give it copies:
+    tables. torch.save keeps layout and sharing; safetensors refuses both, so give it copies:
 
         copied = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
         save_file({name: t.to(**copied) for name, t in model.state_dict().items()}, path)
@@ -108,7 +109,7 @@ def from_pretrained(
         ImportError: if `hf_model` needs an optional library (peft, bitsandbytes).
         torch.OutOfMemoryError: saying which device was full, and what it held.
     """
-    handled = id(sys.exc_info()[1])  # the error's context may be one that the caller is handling
+    handled = id(sys.exc_info()[1])  # the caller's error, if one is being handled, is left alone
     try:
         model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, on_mismatch)
     except BaseException as error:
@@ -215,7 +216,7 @@ def _load_config(
         *("first_n_layers", "n_ctx"),
     )
     options = {name: arguments[name] for name in passed_on if name in arguments}
-    # Name one device, since TransformerLens would count CUDA devices.
+    # Leave n_devices out: TransformerLens would require as many CUDA devices.
     options |= {"hf_model": arguments["hf_model"], "dtype": dtype, "device": "cpu"}
     return model_config(model_name, **options, **hf_kwargs)
 
@@ -269,7 +270,7 @@ def _check_numbers(
 
 def has_own_format(model_name: str) -> bool:
     """Return True for a checkpoint in HookedTransformer's format, not in transformers'."""
-    own = ("NeelNanda", "ArthurConmy", "Baidicoot")  # the owners that TransformerLens goes by
+    own = ("NeelNanda", "ArthurConmy", "Baidicoot")  # as in TransformerLens
     return is_listed(model_name) and model_name.startswith(own)
 
 

@@ -30,10 +30,10 @@ from tl_devicefix.placement.placement import Placement, placement_of
 
 
 def place(model: HookedTransformer, placement: Placement) -> None:
-    """Move each component to its planned device, and all else home; make the model run there.
+    """Move each component to its planned device, and make the model run there.
 
-    All else is, for example, a subclass's own parameters. This sets the model's `placement`,
-    `cfg.device` and `cfg.n_devices`.
+    Everything else, such as a subclass's own parameters, moves home. The model's `placement`,
+    `cfg.device` and `cfg.n_devices` are set.
     """
     share_buffers(model)
     move_components(model, placement, rest=model)
@@ -41,7 +41,7 @@ def place(model: HookedTransformer, placement: Placement) -> None:
 
 
 def settle(model: HookedTransformer, placement: Placement) -> None:
-    """Record the present placement of the weights, and align the model with it."""
+    """Record where the weights are, and make the model run there."""
     _record(model, placement)
     model.cfg.device = str(placement.home)
     model.cfg.n_devices = len(placement.devices)
@@ -74,9 +74,9 @@ def to(
 ) -> HookedTransformer:
     """Move the model to one device, or change its dtype in place.
 
-    A dtype keeps the placement. A device gathers the whole model there and updates the placement;
-    `cfg.device` keeps its index. A number is the index of a device of home's type. Anything else,
-    such as a tensor, is left to torch.
+    A dtype keeps the placement. A device gathers the whole model there, and updates the placement
+    and `cfg.device`, with the device's index. A number is the index of a device of home's type.
+    Anything else, such as a tensor, is left to torch.
 
     Raises:
         ValueError: if the device does not exist.
@@ -144,7 +144,7 @@ def _devices(model: nn.Module) -> set[torch.device]:
     why="place by the plan, not on whichever device has most free memory",
 )
 def move_model_modules_to_device(original: Callable[..., None], self: HookedTransformer) -> None:
-    """Place the model by its config's `device` and `n_devices`."""
+    """Place the model by its config. A split model with the same `n_devices` keeps its devices."""
     placement = placement_of(self)
     if placement is not None and placement.here is not placement:
         return  # a model across several hosts is not moved
@@ -160,8 +160,8 @@ def move_model_modules_to_device(original: Callable[..., None], self: HookedTran
 
 
 def _is_spread_by(placement: Placement, cfg: HookedTransformerConfig) -> bool:
-    """Return True if a placement is split or offloaded, and agrees with the config's devices."""
-    if len(placement.devices) == 1 and resolve(cfg.device) != placement.home:
+    """Return True for a split or offloaded placement with the config's device and their number."""
+    if resolve(cfg.device) != placement.home:
         return False
     return cfg.n_devices == len(placement.devices) and len(placement.memories) > 1
 
@@ -177,7 +177,7 @@ def __setstate__(self: HookedTransformer, state: dict[str, object]) -> None:
     try:
         devices = _devices(self)
     except AttributeError:
-        return  # the copy of a block, whose hook refers to the model, is unfinished
+        return  # unfinished: a block is being copied, and a hook of it refers to the model
     # torch.load has a `map_location`, so the devices may differ from the saved ones.
     if devices != {c.stored_on for c in placement.here.components if c.weights}:
         _follow_weights(self)
@@ -206,7 +206,8 @@ def align_hooked(model: HookedTransformer, placement: Placement) -> None:
     if model.cfg.positional_embedding_type != "alibi":
         return
     for block in model.blocks:
-        block.attn.alibi = None  # it does not move with the weights
+        if hasattr(block.attn, "alibi"):  # it does not move with the weights
+            block.attn.alibi = None
     if is_aligned(model):
         for component, module in placement.here.modules_of(model):
             if component.name.startswith("blocks."):
@@ -278,15 +279,15 @@ def setup(original: Callable[..., object], self: HookedTransformer) -> object:
     return result
 
 
-# Keys are configs' ids: TransformerLens asks for a block's device by config alone.
-# torch's WeakIdKeyDictionary is ten times slower, and each block asks in each forward.
+# Keys are ids of configs: TransformerLens passes nothing else when it asks for a block's device.
+# It asks for each block in each forward, and torch's WeakIdKeyDictionary is ten times slower.
 _placement_by_config: dict[int, tuple[weakref.ref[HookedTransformerConfig], Placement]] = {}
 
 
 def placement_by(cfg: HookedTransformerConfig) -> Placement | None:
-    """Return the placement of the model with this very config; None if it has none."""
+    """Return the placement of the model that has this config object, if it has one."""
     config_ref, placement = _placement_by_config.get(id(cfg), (None, None))
-    # A freed config's id may be reused before its entry is removed.
+    # A config's id may be reused before the freed config's entry is removed.
     return placement if config_ref is not None and config_ref() is cfg else None
 
 
@@ -306,7 +307,7 @@ def get_device_for_block_index(
     cfg: HookedTransformerConfig,
     device: torch.device | str | None = None,
 ) -> torch.device | None:
-    """Return the device of a block, by the model's placement; in a forward, return None."""
+    """Return a block's device by the model's placement; None where a forward would move to it."""
     placement = placement_by(cfg)
     if placement is None:
         return original(index, cfg, device)

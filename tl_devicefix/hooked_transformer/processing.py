@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -104,9 +105,10 @@ def one_step(
             steps = steps.applicable(self.cfg, conventions)
         given: dict[str, Any] = {"cfg": self.cfg, "steps": steps, "conventions": conventions}
         step = functools.partial(process_component, **given)
-    source = StateDictSource(state_dict)
-    result: Weights = {}
-    for unit in dict.fromkeys(map(processing_unit, state_dict)):
+    source, units = StateDictSource(state_dict), processing_units(self.cfg)
+    # Weights of a subclass belong to no unit.
+    result = {name: state_dict[name] for name in state_dict if processing_unit(name) not in units}
+    for unit in dict.fromkeys(processing_unit(name) for name in state_dict if name not in result):
         weights = source.read(unit, torch.device("cpu"))
         device, stored_on = _device_and_storage(self, unit)
         dtype = slicing.working_dtype(weights, torch.float32)
@@ -134,13 +136,12 @@ def load_and_process_state_dict(
 ) -> None:
     """Load HookedTransformer-format weights, processed one component at a time.
 
-    See `HookedTransformer.load_and_process_state_dict`.
+    See `HookedTransformer.load_and_process_state_dict`. No second copy of the weights is kept.
+    After an interrupted call, the model must be loaded again; using it raises an error that says
+    so.
 
     Args:
         state_dict: weights on any devices and in any dtypes; not changed.
-
-    No second copy of the weights is kept. After an interrupted call, the model must be loaded
-    again, and using it raises an error that says so.
 
     Raises:
         RuntimeError: if an earlier call was interrupted, or blocks are on other hosts.
@@ -152,7 +153,7 @@ def load_and_process_state_dict(
     refuse_weights(self.parameters())
     source, own = StateDictSource(self.fill_missing_keys({**state_dict})), self.state_dict()
     units = processing_units(self.cfg)
-    # Weights of no component, such as a subclass's own parameters.
+    # These weights are in no component, such as a subclass's own parameters.
     beside = [name for name in state_dict if name in own and processing_unit(name) not in units]
     for name in beside:
         _check_shape(name, state_dict[name], own[name])
@@ -170,6 +171,7 @@ def load_and_process_state_dict(
     with changing_weights(self):
         if steps.fold_ln and not any(name.endswith(_NORM_SUFFIXES) for name in state_dict):
             _log.warning("fold_ln=True, but the weights have no norms (folded already): skipped")
+            steps = replace(steps, fold_ln=False)
         elif steps.fold_ln:
             fold_norm_modules(self)
             if placement is not None:
@@ -237,14 +239,14 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
     if placement is not None:
         model.placement = placement
         units = [unit for unit in units if unit in placement.here.device_map]  # not other hosts'
-    # Process an offloaded block where it runs: the host would be slow.
+    # Process an offloaded block where it runs: the CPU would be slow.
     devices = [_device_and_storage(model, unit)[0] for unit in units]
     if source.computes:
         devices = devices[:1] * len(units)  # one at a time, to save memory
-    elif {device.type for device in devices} == {"cpu"}:  # a worker for each core
+    elif {device.type for device in devices} == {"cpu"}:  # a worker for each core, at most 8
         at_once = min(torch.get_num_threads(), _MAX_CONCURRENT)
         devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
-    # Use no closure: a traceback would keep it, and so the model.
+    # Use no closure: an error's traceback would keep it alive, and so the model.
     fill_one = functools.partial(_fill_one, model, source, placement, steps)
     with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
         each_on_its_device(fill_one, units, devices, progress.update)
@@ -270,17 +272,17 @@ def _device_and_storage(model: HookedTransformer, unit: str) -> tuple[torch.devi
 def load_component(model: HookedTransformer, unit: str, weights: Weights, steps: Steps) -> None:
     """Process one unit's weights on the device that runs it, and store them, rounded once.
 
-    The unit is processed in slices, so only one is held beyond the model and the source.
+    The unit is processed slice by slice. Besides the model and the source, one slice is held.
     """
     device, stored_on = _device_and_storage(model, unit)
     weights = {name: tensor for name, tensor in weights.items() if not _is_own_buffer(name)}
     dtype = slicing.working_dtype(weights, model.cfg.dtype)
     elements = slicing.ELEMENTS_ON_CPU if device.type == "cpu" else slicing.ELEMENTS_ON_DEVICE
-    means = None  # over the whole vocabulary; a slice has only some tokens
+    means = None  # means over the whole vocabulary: a slice has only some tokens
     if steps.center_unembed and unit == "unembed":
         tokens_at_once = elements // model.cfg.d_model + 1
         means = vocabulary_means(weights, dtype, device, tokens_at_once)
-    left = dict(weights)  # to store after all slices
+    left = dict(weights)  # the weights to store after all slices
     for part in slicing.slices(weights, elements):
         copies = slicing.WorkingCopies(part.of(weights, left), device, dtype)
         process_component(unit, copies, model.cfg, steps, installed_conventions(), means)
@@ -291,7 +293,7 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
                 slicing.write(model, path, value, weights[name], stored_on, index)
         for name in part.uncut:
             left.pop(name, None)
-            if name in copies:  # a folded norm may be gone
+            if name in copies:  # folding may have removed a norm
                 left[name] = copies.pop(name)
     for name, value in left.items():
         slicing.write(model, full_name(unit, name), value, weights[name], stored_on)
@@ -300,7 +302,7 @@ def load_component(model: HookedTransformer, unit: str, weights: Weights, steps:
 def complete_unit(model: HookedTransformer, unit: str, weights: Weights) -> Weights:
     """Fill in one unit's missing weights, and check the shapes against the model's."""
     complete = dict(weights)
-    for name, weight in weights.items():  # also norms that are folded, which the model lacks
+    for name, weight in weights.items():  # also norms to fold, which the model may lack
         _check_values(full_name(unit, name), weight)
     for component in ("ln_final", "unembed") if unit == "unembed" else (unit,):
         if component not in component_names(model.cfg):  # ln_final, in a model without norms
@@ -341,7 +343,7 @@ def _default_value(name: str, own: torch.Tensor) -> torch.Tensor:
         return own
     if leaf == "w":
         return torch.ones(own.shape, dtype=own.dtype)
-    # ALiBi models have a W_pos, but never read it.
+    # TransformerLens gives ALiBi models a W_pos, but never reads it.
     if leaf in ("b", "bias", "W_pos") or leaf.lstrip("_").startswith("b_"):
         return torch.zeros(own.shape, dtype=own.dtype)
     raise ValueError(
@@ -358,7 +360,7 @@ def _is_own_buffer(name: str) -> bool:
 @functools.cache
 def installed_conventions() -> Conventions:
     """Return the conventions of the installed TransformerLens."""
-    # MoE folding was added in 3.0, removed and added again: look for the warning, not a version.
+    # 3.0 added MoE folding, and later versions removed it and added it again: look for the warning.
     loader = inspect.getsource(original(HookedTransformer, "load_and_process_state_dict"))
     refuses_moe = "You are using MoE, so the layer norm weights can't be folded" in loader
     return Conventions(

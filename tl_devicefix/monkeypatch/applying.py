@@ -31,10 +31,10 @@ class _Replacement(NamedTuple):
     after: object
 
 
-# This is set before the first change, and cleared after the last one is undone. So after an
+# `_replaced` is set before the first change, and cleared after the last one is undone. So after an
 # interrupt, the next `apply_patches` or `remove_patches` can finish the job.
 _replaced: tuple[_Replacement, ...] = ()
-_functions: dict[_Function, _Function] = {}  # of modules: the installed one -> ours
+_functions: dict[_Function, _Function] = {}  # a module's installed function -> ours
 _is_enabled = False
 # The table that was applied last, which `disabled` applies again.
 _applied: Sequence[Patch] = ()
@@ -140,8 +140,8 @@ def _like_installed(installed: Any, replacement: _Function) -> object:
 def _around(original: _Function, replacement: _Function) -> _Function:
     """Wrap the installed function in one that calls a replacement with it.
 
-    The replacement is a partial for nnsight: its `.source` looks through a wrapper that calls
-    exactly one function of its closure by name, and replaces that function by a copy.
+    `call` is a partial for nnsight, whose `.source` looks through a wrapper only if this calls
+    exactly one function of its closure by name: here `original`, since a partial is no function.
     """
     call = partial(replacement)
 
@@ -177,7 +177,7 @@ def _classmethod_like(target: _Function, replacement: _Function) -> object:
 def replaced_in_thread(owner: object, name: str, replacement: _Function) -> Iterator[None]:
     """Replace a function within a `with` block, for this thread's calls only.
 
-    Only one thread at a time may be within it: hold `one_load`.
+    Only one thread at a time may be within it: hold the lock `one_load`.
 
     Args:
         owner: the module that has the function, or the class of the method.

@@ -16,8 +16,8 @@ Files = dict[str, tuple[int, str]]
 """File -> its size in bytes, and a checksum of its tensors."""
 
 _FILES = ("config.json", "*.index.json", "*.safetensors", "*.bin")
-# Weights of two trainings differ everywhere, so samples suffice. An edit is always found if it is
-# as long as the distance between samples.
+# Weights of two trainings differ everywhere, so samples suffice. They also find every edit that is
+# as long as the distance between them.
 _SAMPLE, _DISTANCE, _WHOLE = 1 << 12, 1 << 18, 1 << 20
 """Bytes of a sample, of the distance between samples, and of the largest tensor compared whole."""
 
@@ -33,10 +33,11 @@ def files_of(name: str, hub: dict[str, object]) -> Files:
 
 
 def differences(files: Files, name: str, hub: dict[str, object]) -> list[str]:
-    """Return how the files here differ from another host's."""
+    """Return how this host's files of a checkpoint differ from `files`, the driver's."""
     own = files_of(name, hub)
     wrong = [f"has no {file}" for file in sorted(files.keys() - own.keys())]
-    # transformers may prefer these. In the hub's cache, home may only have fetched fewer so far.
+    # transformers may prefer a file that only this host has. The driver's hub cache may just not
+    # have that file yet.
     if is_checkpoint_directory(name):
         wrong += [f"has {file}, which is not here" for file in sorted(own.keys() - files.keys())]
     for file in sorted(files.keys() & own.keys()):
@@ -52,7 +53,10 @@ def _file(path: Path) -> tuple[int, str]:
     nbytes, checksum = path.stat().st_size, hashlib.sha256()
     with path.open("rb") as file:
         if path.suffix == ".safetensors":
-            header = file.read(int.from_bytes(file.read(8), "little"))
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= nbytes - 8:
+                raise ValueError(f"{path} is damaged or incomplete: fetch or copy it again")
+            header = file.read(length)
             checksum.update(header)
             entries = json.loads(header)
             entries.pop("__metadata__", None)
@@ -60,7 +64,7 @@ def _file(path: Path) -> tuple[int, str]:
             data = 8 + len(header)  # the offsets count from here
             ranges = [(data + first, data + end) for first, end in spans]
         else:
-            # A `.bin` is a zip file, which has checksums at its end.
+            # JSON files are small. A `.bin` is a zip file, with checksums at its end.
             ranges = [(0, nbytes), (max(nbytes - _WHOLE, 0), nbytes)]
         for start, end in ranges:
             distance = _SAMPLE if end - start <= _WHOLE else _DISTANCE

@@ -25,7 +25,7 @@ _INSTALL = "pip install ray"
 _CALLS_AT_ONCE = 64
 _PINGS = "pings"
 _PATIENCE, _TO_ANSWER = 5.0, 10.0
-"""Seconds to wait for a call, then for the answer to a ping: busy workers answer that too."""
+"""Seconds until a call's worker is pinged, then until it must answer; busy workers answer too."""
 _PACKAGES_ALIKE = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 
 
@@ -33,9 +33,9 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
     """Add the devices of all nodes of a Ray cluster to those of this process, the driver.
 
     It starts a worker on each other node, with all of its devices. Workers end with this process.
-    If any other node has GPUs, those without are left out. In a cluster of one node, and without a
-    cluster unless you ask for one, it does nothing. Once hosts have joined, it does nothing, unless
-    one is lost: then it starts new workers on the nodes that are left.
+    If any other node has GPUs, those without are left out. A cluster of one node adds nothing, nor
+    does a missing cluster that you do not ask for (by `address` or RAY_ADDRESS). A second call does
+    nothing unless a host is lost: then it starts new workers on the nodes that are left.
 
     Args:
         address: the head node's, "head:6379"; by default RAY_ADDRESS, or the cluster that this
@@ -86,7 +86,7 @@ def _answers(host: Host) -> bool:
 
 
 def _connect(address: str) -> bool:
-    """Connect to a Ray cluster; return False if there is none, and none is asked for."""
+    """Connect to a Ray cluster; return False if there is none and the user named none."""
     asked_for = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     if importlib.util.find_spec("ray") is None:
         if asked_for:

@@ -1,6 +1,6 @@
-"""Load a model across several hosts, each worker its own blocks from its own files.
+"""Load a model across several hosts: each worker loads its own blocks from its own files.
 
-First, each worker compares its files with the driver's: `checkpoint_files.py`. Then the driver and
+First, each worker compares its files with the driver's (`checkpoint_files.py`). Then the driver and
 all workers load at the same time.
 """
 
@@ -16,7 +16,7 @@ from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import threads
 
-# Places that the driver has decided, and objects that only this process has.
+# Arguments about devices, which the driver has decided, and objects that only this process has.
 _NOT_PASSED_ON = (
     *("cls", "model_name", "hf_model", "tokenizer", "device", "n_devices", "move_to_device"),
     *("device_map", "max_memory"),
@@ -34,10 +34,10 @@ def loading_elsewhere(
         load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
         name: the checkpoint.
         arguments: the arguments of that method.
-        hub: those of these arguments by which the hub finds files.
+        hub: those of these arguments that are passed to transformers, such as `revision`.
 
     Yields:
-        Block -> the part of the model on its host, for each block of another host.
+        A dict from each block of another host to the part of the model on that host.
 
     Raises:
         ValueError: if `hf_model` is given, or a host's files differ.

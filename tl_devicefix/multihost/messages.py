@@ -23,7 +23,7 @@
 The worker keeps models, paused runs with their graphs, activations and KV caches, each under a
 number that home chose. A tensor that it keeps is named by a `KeptTensor`, in both directions.
 
-Tensors in a message are on the CPU, without gradients; `Host` lists what else it may have.
+Tensors in a message are on the CPU, without gradients; `Host` lists the other types allowed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Output: TypeAlias = torch.Tensor | tuple[Any, ...]
 
 @dataclass(frozen=True)
 class KeptTensor:
-    """A tensor that the worker keeps: the value with a number, or a named tensor in that value."""
+    """A tensor that the worker keeps: the value with this number, or the tensor `name` in it."""
 
     number: int
     name: str
@@ -66,7 +66,7 @@ class EntryState:
         kind: its class.
         attributes: its tensors, and its attributes that are plain values.
         is_in_cache: True if the block is given transformers' cache, with this as its layer.
-        new: the number for its tensors once it has grown.
+        new: the number under which the worker keeps its tensors once it has grown.
     """
 
     kind: type
@@ -83,7 +83,7 @@ class StepRequest:
         layer: the block's index.
         arguments: its arguments after the residual stream, by position and by name.
         taps: hook point -> the kinds of its hooks ("fwd", "bwd").
-        cached: hook point -> the number to keep its activation under, for hooks that only look.
+        cached: hook point -> the number to keep its activation under. Its hooks only look.
         is_fused: True if it runs fused.
         has_mlp_in: a Bridge's setting that is in no config; None if it is not set.
         config: path of a module with a config -> the settings in it that have been changed.
@@ -108,8 +108,8 @@ class RunRequest:
         steps: the blocks.
         leaves: the positions, among x and all arguments, of the tensors that get gradients.
         has_graph: True if gradients are enabled.
-        settings: home's values of the settings of torch that change numbers.
-        facts: what blocks have to know of the model's forward (`SENT_FACTS`).
+        settings: home's values of torch's settings that change results.
+        facts: facts about the model's forward that its blocks need (`SENT_FACTS`).
         forget: numbers of values to free first.
     """
 
@@ -132,8 +132,8 @@ class Reply:
         step: the index of the block in the run.
         tap: the hook point; "" at the end.
         value: the activation, or what the last block returned; None if home has the tensor.
-        same_as: the position of the tensor, if home has it, among those that both sides have: x,
-            and then the activation of each tap.
+        same_as: if home has the tensor, its index among those that both sides have: x, and then
+            the activation of each tap.
         has_graph: True if the value has a graph on the worker.
         cached: step, hook point and tensor of each activation kept since the last reply.
         grown: step and attributes of each entry of a KV cache that has grown since then.
@@ -149,7 +149,7 @@ class Reply:
 
 
 for _kind in (EntryState, StepRequest, RunRequest, Reply):
-    register_dataclass(_kind)  # for `tree_map` to find the tensors within
+    register_dataclass(_kind)  # so that `tree_map` finds the tensors in it
 
 
 def sent(value: _Value) -> _Value:

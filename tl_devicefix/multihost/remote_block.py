@@ -1,13 +1,13 @@
 """A block whose weights are on another host, and whose forward calls the worker there.
 
 `attach` turns blocks without values into remote blocks; `messages.py` shows how they run.
-Their hook points, and all user code, stay in this process. At a hook point with a hook, the
-worker pauses, and the hook gets the activation as a plain tensor. A hook that only looks, such as
-those of `run_with_cache`, pauses nothing: the activation stays on its host until it is read.
+Their hook points, and all user code, stay in this process. At a *tap*, a hook point with a user's
+hook or module, the worker pauses, and that gets the activation as a plain tensor. Hooks that only
+look, as those of `run_with_cache`, make no tap: the activation stays on its host until it is read.
 
-Consecutive blocks of one host wait, and return a `RemoteTensor`, until one has a tap or a torch
-hook, or the last one's output is read: then one call runs them all. Code that you replace here,
-such as a class's method, is not replaced on the worker.
+Consecutive blocks of one host do not run at once: each returns a `RemoteTensor`. One call runs them
+all when a block has a tap or a torch hook, or when the last output is read. Code that you replace
+here, such as a class's method, is not replaced on the worker.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class RemoteModel(RemoteHandle):
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
-        # Settings of these names are sent with each run, even one that is back at its first value:
-        # the worker still has the changed value.
+        # Settings of these names are sent with each run. If one is back at its first value, the
+        # worker may still have the changed one.
         self.changed: set[str] = set()
 
     def weight(self, name: str, like: torch.Tensor | KeptTensor) -> RemoteTensor:
-        """Return a weight or buffer, which is fetched when it is used."""
+        """Return a weight or buffer that is fetched whenever it is used."""
         kept = KeptTensor(self.number, name, tuple(like.shape), like.dtype)
         return self.kept(self, kept, f"{name} is on {self.host.name}")
 
@@ -106,8 +106,9 @@ class _Record:
     """This process's knowledge of a remote block; copies and views of the block share it.
 
     Attributes:
-        forms: form of a call (the number of positional arguments, the names of the others) -> the
-            type of the output, a tensor or a tuple of one; known after the first such call.
+        forms: the type of the output (a tensor, or a tuple of one) for each form of a call: the
+            number of positional arguments after x, and the names of the others. The first call of
+            a form adds it, unless its output is a longer tuple.
     """
 
     def __init__(self, remote: RemoteModel, index: int, block: nn.Module) -> None:
@@ -117,7 +118,7 @@ class _Record:
         self.look_at(block)
 
     def look_at(self, block: nn.Module) -> None:
-        """Record the block's hook points, and its settings when each config was first seen."""
+        """Record the block's hook points, and the settings of configs that are new."""
         named = list(block.named_modules())
         self.points = [path for path, module in named if isinstance(module, HookPoint)]
         # Keep each config's first path: most modules of a block share one.
@@ -128,12 +129,12 @@ class _Record:
             for path, config in reversed(configs.items())
             if package_of(type(config)) in known
         }
-        # Keep what was seen before: the worker may lack what has been changed here since then.
+        # Keep earlier records: the worker may lack changes that were made here since.
         now = {path: dict(vars(configs[path])) for path in first.values()}
         self._configs = {path: self._configs.get(path, its) for path, its in now.items()}
 
     def listened(self, block: nn.Module) -> dict[str, bool]:
-        """Map each hook point that has hooks to True if these only look."""
+        """Map each tap to False, and each other hook point with hooks, which only look, to True."""
         listened = {}
         for path in self.points:
             module = block.get_submodule(path)
@@ -208,7 +209,7 @@ _SET_BY_LIBRARIES = {
     *("training", "name", "alibi"),
     *("compatibility_mode", "disable_warnings", "split_qkv_matrix"),
 }
-"""TransformerLens sets these; `call_everywhere` has workers set those that change results."""
+"""torch and TransformerLens set these; those that change results, `call_everywhere` sets there."""
 
 
 class RemotePart(RemoteModule):
@@ -256,11 +257,15 @@ _WAITING = "remote blocks"
 def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
     """Run the block on its host; in a model's forward, one call runs it and those that follow."""
     record: _Record = vars(self)[_REMOTE]
-    # A Bridge's blocks begin with these calls, which implement `start_at_layer`, `stop_at_layer`.
+    # A Bridge's block makes these calls first: they implement `start_at_layer`, `stop_at_layer`.
     for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):
         if hasattr(self, name):
             changed = getattr(self, name)(*((args, kwargs) if "start" in name else args))
             args, kwargs = changed or (args, kwargs)
+    if not args:  # the residual stream may be passed by name
+        name = next(name for name in ("hidden_states", "resid_pre") if name in kwargs)
+        args = (kwargs[name],)
+        kwargs = {other: value for other, value in kwargs.items() if other != name}
     x, *others = args
     step = _Step(self, record, others, kwargs)
     kept = forward_cache()
@@ -269,8 +274,8 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
         waiting = _WaitingBlocks(record.remote, plain(x))
     output = waiting.add(step)
     form = record.forms.get(step.form)
-    # A block with taps or torch hooks runs at once: they run before those of later blocks. So does
-    # a block whose type of output, a tensor or a tuple, is not known yet.
+    # A block runs at once if it has taps or torch hooks, which must run before those of later
+    # blocks, or if its type of output (a tensor or a tuple) is not known yet.
     torch_hooks = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
     is_watched = step.taps or torch_hooks
     if is_watched or form is None or not is_in_forward():
@@ -307,7 +312,8 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
 @cache
 def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
     # The mixin comes last: Python lets a module whose class derives from ABC change only to a class
-    # that has the old one as its first base. A Bridge block's `__call__` expects weights here.
+    # that has the old one as its first base. `_call` replaces a Bridge's `__call__`, which looks up
+    # the layer's weights.
     block_methods = {"forward": _run_there, "__call__": _call}
     has = {"__module__": __name__, **(block_methods if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
@@ -317,7 +323,7 @@ def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object])
     """Call a method that changes a model's weights, on all hosts that have blocks of it."""
     blocks = [module for module in model.modules() if isinstance(module, RemoteBlock)]
     for remote in dict.fromkeys(vars(block)[_REMOTE].remote for block in blocks):
-        # `apply` returns the weights: their shapes may have changed.
+        # The worker's `apply` returns the weights: their shapes may have changed.
         weights: list[KeptTensor] = remote.host.call("apply", remote.number, method, arguments)
         for weight in weights:
             path, _, key = weight.name.rpartition(".")
@@ -345,10 +351,10 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
 
 
 def _why_not_now() -> str | None:
-    """Say which mode of this process the worker lacks, such as autocast; None if there is none."""
+    """Return the mode of this process that the worker lacks, such as autocast; None if none."""
     if (why := unsupported_mode()) is not None:
         return why
-    is_of_bridge, *_ = forward_cache().get(SENT_FACTS) or [False]
+    is_of_bridge = SENT_FACTS in forward_cache()  # which asks for attentions itself
     recording = sys.modules.get(RECORDING)
     if recording and recording._active_collector.get() and not is_of_bridge:
         return "transformers was asked for hidden states or attentions"
@@ -363,10 +369,12 @@ def _why_not_now() -> str | None:
 class _Step:
     """A block in a run: its arguments, and its hook points that have hooks.
 
-    It refuses what its worker would not know of: before anything has run, modes of this process
-    (autocast, torch.func, torch.compile, training) and a KV cache that does not grow by appending;
-    after each hook, in `check_after_hook`, new hooks on the same block and writes to earlier
-    activations.
+    It refuses what the worker would not know of:
+
+    - before anything runs: modes of this process (autocast, torch.func, torch.compile, training),
+      and a KV cache that does not grow by appending;
+    - after each hook (`check_after_hook`): new hooks on the same block, and writes to activations
+      of earlier hook points.
     """
 
     def __init__(
@@ -421,7 +429,7 @@ class _Step:
         return EntryState(type(entry), attributes, is_in_cache, self._grown.number)
 
     def _part(self, value: object) -> object:
-        """Return an entry's attribute as it is sent: a tensor that only the worker has, by name."""
+        """Return an entry's attribute as it is sent; a `KeptTensor` if only the worker has it."""
         if not (isinstance(value, RemoteTensor) and value.handle):
             return value
         if torch.is_grad_enabled() and value.handle.has_graph:
@@ -454,7 +462,7 @@ class _Step:
         )
 
     def grow(self, attributes: dict[str, object]) -> None:
-        """Set the attributes of the entry, with keys and values that the worker keeps."""
+        """Set the entry's attributes; its keys and values stay on the worker until read."""
         self._grown.has_graph = torch.is_grad_enabled()
         remote, grown = self.record.remote, self._grown
         tensors = tree_map_only(KeptTensor, lambda one: remote.kept(grown, one), attributes)
@@ -509,7 +517,7 @@ class _RemoteRun(RemoteHandle):
     def run(self, x: Float[torch.Tensor, "batch pos d_model"]) -> Output:
         """Run the blocks and the hooks; return what the last block returns."""
         steps = [step.message() for step in self._steps]
-        # Any tensor may have a graph, even an argument.
+        # Any argument may have a graph, not only x.
         given = tree_leaves([x, [step.arguments for step in steps]])
         leaves = [
             index
@@ -528,8 +536,8 @@ class _RemoteRun(RemoteHandle):
             forget=self.host.take_forgotten(),
         )
         ask = partial(self._replied, "begin", sent(request))
-        # Tensors that both sides hold, in the worker's order. The worker names one by its index
-        # (`same_as`), if the activation at a tap is one of them.
+        # Tensors that both sides hold, in the worker's order. If the activation at a tap is one of
+        # them, the worker sends its index (`same_as`) instead.
         shared, inputs = [x], [given[index] for index in leaves]
         token: torch.Tensor | None = None
         while True:

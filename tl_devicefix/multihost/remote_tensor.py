@@ -5,8 +5,8 @@ activations need not know of other hosts. There are three kinds:
 
 1. A weight is fetched at each use, and cannot be changed.
 2. A cached activation, or a part of a KV cache, is fetched once.
-3. The output of blocks that have not run yet. Reading it runs them. It does not leave the model's
-   forward.
+3. The output of blocks that have not run yet. Reading it runs them. This kind exists only within
+   the model's forward.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class RemoteTensor(TensorElsewhere):
     """A tensor of another host; see the module.
 
     Attributes:
-        source: the handle that it is kept for, and its `KeptTensor`; None if the worker keeps none.
-        handle: the same handle, which views have too; None if the worker keeps none.
+        source: the `RemoteHandle` that keeps it on the worker, and its `KeptTensor`; None for a
+            view, and if the worker does not keep it.
+        handle: that handle, which a view has too; None if the worker does not keep it.
     """
 
     source: Any
@@ -119,8 +120,8 @@ class RemoteTensor(TensorElsewhere):
             is_same = func in (_T.detach, _T.data.__get__) and not this._waits
             if is_same or _changes_nothing(func, this, args[1:], kwargs):
                 return this
-            # `cache.remove_batch_dim()` indexes all entries, and a Bridge's hook points split
-            # heads, but few of the activations are read.
+            # A view fetches nothing yet: `cache.remove_batch_dim()` indexes all entries, and a
+            # Bridge's hook points split heads, but few of the activations are read.
             is_view = func in _VIEWS or (func is _T.__getitem__ and _is_basic(args[1]))
             if is_view and not this._waits:
                 with DisableTorchFunctionSubclass():
@@ -137,7 +138,7 @@ class RemoteTensor(TensorElsewhere):
                         handle=this.handle,
                     )
         _refuse_changes(func, args, kwargs)
-        weights: dict[int, str] = {}  # where the weights are, by their storages here
+        weights: dict[int, str] = {}  # storage of a fetched weight -> where it is
 
         def read(tensor: RemoteTensor) -> torch.Tensor:
             value = tensor.read()
@@ -195,7 +196,7 @@ def _refuse_changes(
     func: _TorchFunction, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     """Refuse to change a weight: the change would not reach its host."""
-    # In-place functions have names such as `mul_`, `__imul__` and `data.__set__`.
+    # In-place functions are called `mul_`, `__imul__`, `__set__`, or from C++ `mul_.Tensor`.
     name = func.__name__.partition(".")[0]
     in_place = (
         name in ("__set__", "__setitem__")

@@ -2,7 +2,7 @@
 
 `messages.py` shows who sends what. A worker is a plain class: `init_hosts` turns it into an actor,
 and tests call it in a thread. The user's code stays at home: the run pauses at each *tap*, a
-point with a user hook.
+hook point with a user's hook.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -46,7 +47,11 @@ HAS_MLP_IN = "_use_hook_mlp_in"
 
 _SETTINGS: list[tuple[Callable[[], object], Callable[[Any], None]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    # `torch.set_float32_matmul_precision` sets these two; its getter refuses some of their values.
+    *(
+        (partial(getattr, matmul, "fp32_precision"), partial(setattr, matmul, "fp32_precision"))
+        for matmul in map(attrgetter("matmul"), (torch.backends.cuda, torch.backends.mkldnn))
+    ),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
@@ -89,7 +94,7 @@ class Worker:
                 gc.collect()  # the modules of a model refer to each other
 
     def free_memory(self, device: int, forget: Sequence[int] = ()) -> int:
-        """Return the free bytes of a device (its index here), after `forget`."""
+        """Return the free bytes of the device with this index in `devices`, after `forget`."""
         self.forget(forget)
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
@@ -110,11 +115,11 @@ class Worker:
         """Load this host's blocks of a model from this host's files.
 
         Args:
-            model: the number of the model from now on.
+            model: the number to keep the model under.
             load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
             name: the checkpoint.
             arguments: the arguments of that method.
-            device_map: each component's device, by its index there; None if it is elsewhere.
+            device_map: component -> its device's index in `devices`; None if it is elsewhere.
             forget: numbers of values to free first.
         """
         self.forget(forget)
@@ -168,7 +173,7 @@ class Worker:
             run: its number.
             part: the part's number, from 0 on.
             gradient: the gradient of the part's value.
-            task: the number of home's backward: several may go through one graph.
+            task: the number of home's backward pass; several may go through one graph.
         """
         return sent(self._kept[run].backward(part, gradient, task))
 
@@ -344,7 +349,7 @@ class _PausableRun:
         return entry
 
     def _keep(self, number: int, new: int, entry: CacheEntry, before: dict[str, object]) -> None:
-        """Keep the tensors of an entry if it has grown; a frozen one has not."""
+        """Keep the tensors of an entry if it has grown (a frozen one does not)."""
         attributes = attributes_of(entry)
         tensors = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
         if any(before.get(name) is not tensor for name, tensor in tensors.items()):
@@ -422,7 +427,7 @@ class _PausableRun:
         self, number: int, gradient: torch.Tensor | None, task: int
     ) -> list[torch.Tensor | None]:
         """Return the gradients of a part's leaves."""
-        if task != self._task:  # the first part of another backward
+        if task != self._task:  # a new backward pass begins
             self._task = task
             for leaf in self._leaves(len(self._parts)):
                 leaf.grad = None

@@ -44,7 +44,7 @@ class BlockCopy:
         self._streams = module_with_streams(device)
         self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None  # an event, where there are streams
-        self._states: list[object] = []  # of the parameters, when they were copied
+        self._states: list[object] = []  # of each parameter when it was copied
         try:
             for place in places:
                 self._states.append((place[:2], stamp(place.host)))
@@ -163,7 +163,7 @@ def keeping_on_host(
     """
     if not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    # Hold no copies in these functions: the graph keeps them alive.
+    # The functions below may hold no copies: the graph keeps these functions alive.
     hosts = {storage_of(one.weight): (one.host, one.weight.dtype) for one in weights}
 
     # torch itself calls only the innermost pair of hooks.
@@ -197,7 +197,7 @@ def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 def _copied_again(
     host: torch.Tensor, version: int, device: torch.device, view: tuple[Any, Any, int]
 ) -> torch.Tensor:
-    """Return the view of a copy of a parameter, by its shape, strides and offset."""
+    """Copy a parameter to a device; return the view with this shape, strides and offset."""
     copy = torch.empty_like(host, device=device, requires_grad=False)
-    # Wait for the copy: the parameter may be changed once backward has returned.
+    # A blocking copy: the parameter may be changed once backward has returned.
     return copy.copy_(_unchanged(host, version)).as_strided(*view)

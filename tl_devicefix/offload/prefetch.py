@@ -57,9 +57,9 @@ def pin(model: Model, placement: Placement) -> None:
 def _offloaded_blocks(
     model: Model, placement: Placement
 ) -> Iterator[tuple[nn.Module, torch.device]]:
-    for component in placement.components:
+    for component, block in placement.modules_of(model):
         if component.offloaded:
-            yield model.get_submodule(component.name), component.device
+            yield block, component.device
 
 
 class OffloadedForward(Around):

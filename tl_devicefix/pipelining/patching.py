@@ -1,6 +1,6 @@
 """`transformer_lens.patching` through `sweep`.
 
-TransformerLens's own function runs, with its progress, metrics and shapes. It only gets a stand-in
+TransformerLens's own function runs, with its progress bar, metrics and shapes. It gets a stand-in
 for the model, which returns the sweep's results in turn.
 """
 
@@ -38,13 +38,13 @@ class batch_sweeps:
 
         tl_devicefix.batch_sweeps(16)  # from here on, in all threads
 
-    It applies to `generic_activation_patch` and all `get_act_patch_*` that use it. Your metric is
-    called for each run with that run's logits. Numbers equal those of single runs up to
-    rounding, and a batch takes the memory of a forward of that many prompts. Elsewhere, pass
-    `batch_size` to `sweep`.
+    This applies to `generic_activation_patch` and to each `get_act_patch_*` that calls it. Your
+    metric is called for each run, with that run's logits. Results equal those of single runs up to
+    rounding, and a batch takes the memory of a forward of that many prompts. For your own sweeps,
+    pass `batch_size` to `sweep`.
 
     Args:
-        batch_size: how many runs are one forward; 1 for one at a time, as without it.
+        batch_size: how many runs are one forward. The default is 1.
 
     Raises:
         ValueError: if it is less than 1.
@@ -76,7 +76,7 @@ class batch_sweeps:
     why="each run starts at the block that it patches; several devices compute different runs",
 )
 def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """See TransformerLens's, and its `get_act_patch_*`. Each run starts at the block it patches."""
+    """See TransformerLens's function. Each run starts at the block that it patches."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     asked = SimpleNamespace(**call.arguments)
@@ -106,7 +106,7 @@ def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs
 
 
 def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[int]]:
-    """Yield TransformerLens's patching indices in its order: the layer, and the place in it."""
+    """Yield the indices to patch in TransformerLens's order; a layer comes first in each."""
     if asked.index_df is not None:
         for _, row in asked.index_df.iterrows():
             yield row.to_list()
@@ -128,7 +128,7 @@ def _patch(
     clean: torch.Tensor,
 ) -> T:
     """Patch an activation at an index, like TransformerLens's hook."""
-    if activation.requires_grad:  # TransformerLens 2 changes it in place
+    if activation.requires_grad:  # a patch_setter may edit it in place
         activation = activation.clone()
     return patch_setter(activation, index, clean)
 
@@ -147,17 +147,17 @@ class _Swept:
         self._model, self._runs, self._results = model, runs, results
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # TransformerLens asks if it is a module
+    def __class__(self) -> type:  # TransformerLens checks the model with isinstance
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def run_with_hooks(self, tokens: torch.Tensor, fwd_hooks: Hooks) -> torch.Tensor:
-        """Return the logits of the next run, whose hooks have to patch what these patch.
+        """Return the logits of the sweep's next run, which must be the run with these hooks.
 
         Raises:
-            RuntimeError: if they patch another place: results are taken in order.
+            RuntimeError: if that run patched another hook point or index.
         """
         result = next(self._results)
         asked, given = _patched(fwd_hooks), _patched(next(self._runs))

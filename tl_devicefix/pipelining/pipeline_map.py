@@ -62,8 +62,8 @@ def pipeline_map(
     the next one is on the first. You get the results of ``[run(model, item) for item in items]``,
     bit for bit.
 
-    With ``max_in_flight=1`` (the default on one device) it is that loop: `run` gets the model
-    itself. The same applies if a function or object on the model (a permanent hook, a ``forward``)
+    With ``max_in_flight=1`` (the default on one device), this is that loop: `run` gets the model
+    itself. So it is if a function or object of yours on the model (a permanent hook, a ``forward``)
     holds one of the model's modules. Otherwise each run has a thread, and a view of the model: the
     same class, parameters, config and placement, but its own hooks. A run may read `model` itself,
     but neither run nor hook it. Either way, hooks that a run adds to hook points are gone when it
@@ -74,8 +74,8 @@ def pipeline_map(
     changes a config flag, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and numpy's
     random numbers come in no fixed order: draw them before, and pass them in the items. Weights,
     and attributes of modules, may not change either: a change raises, at the end or at an earlier
-    check. Between results you may run the model; hooks that you leave on it are refused: runs keep
-    the hooks of the start.
+    check. Between results you may run the model, but leave no new hooks on it: that raises, as runs
+    keep the hooks of the start.
 
     Runs have the modes of your thread: ``torch.no_grad``, ``inference_mode``, autocast,
     `mix_devices`, `gather_on`, torch's modes, current devices and streams.
@@ -87,7 +87,7 @@ def pipeline_map(
         items: the inputs, possibly endless. Your thread reads them, at most `max_in_flight` ahead.
         max_in_flight: caps unfetched runs, running or finished: each holds its activations.
             By default one more than the model has devices, so that a run is ready as soon as the
-            first device is free. On one device, 1.
+            first device is free; on one device, 1.
         progress: show a bar.
 
     Yields:
@@ -156,10 +156,10 @@ def refuse_arguments(
 
 
 def n_in_flight(model: Model, max_in_flight: int | None) -> int:
-    """Return the largest number of runs in flight; see `pipeline_map`."""
+    """Return `max_in_flight`, or its default; see `pipeline_map`."""
     n_devices = len(_computing_devices(model))
     if max_in_flight is None:
-        return n_devices + 1 if n_devices > 1 else 1  # so one is ready when a device is free
+        return n_devices + 1 if n_devices > 1 else 1
     if not isinstance(max_in_flight, int) or max_in_flight < 1:
         raise ValueError(f"max_in_flight must be 1 or more runs, but is {shown(max_in_flight)}")
     return max_in_flight
@@ -207,7 +207,7 @@ def _pipelined(
             free.append(viewed)  # making a view takes longer than restoring one
 
     made = [view]
-    free = [(view, Streams())]  # a run that is cancelled before it begins keeps its view
+    free = [(view, Streams())]  # views without a run, except those of cancelled runs
     with checking_at_end(lambda: _refuse_settings(made)), contextlib.ExitStack() as within:
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         # Called before the pool waits for its threads, which may wait in the queue.
@@ -233,7 +233,7 @@ def _pipelined(
 
 @contextlib.contextmanager
 def checking_at_end(check: Callable[[], None]) -> Iterator[None]:
-    """Call `check` at the end of a `with` block, also if it is in a generator that is closed."""
+    """Call `check` when a `with` block ends, or its generator is closed, but not after an error."""
     try:
         yield
     except GeneratorExit:
@@ -243,7 +243,7 @@ def checking_at_end(check: Callable[[], None]) -> Iterator[None]:
 
 
 def _refuse_settings(views: list[View[Model]]) -> None:
-    """Refuse attributes that a run has set in its view, once all runs have ended."""
+    """Raise if a run has set an attribute of its view. Call this once all runs have ended."""
     for view in views:
         if (setting := view.kept_setting()) is not None:
             raise RuntimeError(
@@ -265,7 +265,7 @@ def _refuse_dropout(model: Model) -> None:
 def _starting(
     start: Callable[[int, Item], Future[Result]], items: Iterable[Item]
 ) -> Iterator[Future[Result]]:
-    """Start a run for each item that is asked for; an error of `items` becomes a failed run."""
+    """Yield a started run for each item; an error of `items` becomes a failed run."""
     try:
         for number, item in enumerate(items):
             yield start(number, item)
@@ -279,7 +279,7 @@ ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks
 
 
 class WeightsSnapshot:
-    """A model's parameters, and their state when this was made."""
+    """A model's parameters, and the state of each when the snapshot was taken."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -292,9 +292,9 @@ class WeightsSnapshot:
         self._next = 1  # the number of the result to check at
 
     def check(self, number: int, is_last: bool = False) -> None:
-        """Check, at some results, that no parameter was replaced or changed in place.
+        """Check that no parameter was replaced or changed in place.
 
-        These are results 1, 8, 64 and so on, and the last: a check visits all parameters.
+        A check visits all parameters, so only results 1, 8, 64 and so on, and the last, have one.
 
         Args:
             number: the index of the result.

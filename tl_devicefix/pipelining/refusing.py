@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.mixing import OutsideBlocks
@@ -54,8 +53,8 @@ def _shared_by(func: Forward, args: Args, kwargs: Kwargs) -> str | None:
     return "random numbers" if draws and kwargs.get("generator") is None else None
 
 
-class RefuseShared(OutsideBlocks, TorchFunctionMode):
-    """A mode that raises if a run uses what all runs share, or continues after they were ended.
+class RefuseShared(OutsideBlocks):
+    """A mode that raises if a run uses what all runs share, or goes on after the map has ended.
 
     A model's own forward draws no random numbers outside of training, so it runs without the mode.
 

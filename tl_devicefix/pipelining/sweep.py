@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.adapters import Adapter, adapter_of
+from tl_devicefix.around import innermost
 from tl_devicefix.dispatch.carrying import (
     BlockOutput,
     Skipping,
@@ -75,10 +76,15 @@ def sweep(
     change, from the residual stream of the unpatched run, so a sweep of all layers runs half the
     blocks. On n devices, up to n + 1 forwards have been launched when you get the first result, and
     each device computes a different one; a hook that reads a value (`.item()`, `print`) waits for
-    its run, and so do later runs. A run starts earlier, at the first block that has other hooks
-    (permanent or not, PyTorch's too), a module that is not a known library's, such as an SAE, or,
-    with autograd on, a parameter that needs a gradient (so use `torch.no_grad()`). It starts at
-    block 0
+    its run, and so do later runs.
+
+    A run starts earlier if an earlier block has
+
+    - another hook, permanent or not, PyTorch's too;
+    - a module of no known library, such as an SAE;
+    - with autograd on, a parameter that needs a gradient (so use `torch.no_grad()`).
+
+    It starts at block 0
 
     - if the embedding has any of these;
     - if you pass a KV cache, or an argument that `sweep` does not know;
@@ -95,8 +101,8 @@ def sweep(
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
-        tokens: as its `run_with_hooks` takes them. They and the model (weights, buffers, modules,
-            settings, hooks) may not change until the last run has ended.
+        tokens: as its `run_with_hooks` takes them. Do not change them, or the model (weights,
+            buffers, modules, settings, hooks), until the last run has ended.
         runs: lists of (name, hook), read no further than needed. Hooks may read the model. Across
             hosts, or with offloaded blocks on several devices, each run has its own thread, and
             hooks may neither run nor hook the model.
@@ -179,7 +185,7 @@ def _sweep(
     weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
     number = 0
     n_ahead = n_in_flight(model, None)
-    # Blocks elsewhere, or offloaded, keep a thread waiting, so these runs have a thread each.
+    # Remote and offloaded blocks keep a thread waiting, so with these each run has a thread.
     waits = placement is not None and (
         any(map(is_elsewhere, placement.devices)) or CPU in placement.memories
     )
@@ -207,7 +213,7 @@ def _checked_runs(
                 f"run {number} is a tuple (name, function): put it into a list, "
                 "[[(name, function)], ...]"
             )
-        hooks = list(run)
+        hooks = list(run) if isinstance(run, Iterable) else [run]
         for item in hooks:
             if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
                 raise ValueError(
@@ -228,7 +234,7 @@ _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
 _KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
 _KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
-# Modules of these do the same in each run, except `_UNSTEADY`. A Bridge has transformers' layers.
+# Modules of these libraries do the same in each run, except `_UNSTEADY`.
 _STEADY_LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
 _UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
@@ -288,9 +294,10 @@ class _FirstBlock:
     def _may_differ(self, module: nn.Module) -> bool:
         """Return True if a module has a user's hook, or may behave differently in another run."""
         attributes = vars(module)
-        hooks = itertools.chain.from_iterable(map(dict.values, hooks_of(attributes)))
-        if any(_is_users_hook(module, hook) for hook in hooks):
-            return True
+        if any(hooks := hooks_of(attributes)):
+            of_module = itertools.chain.from_iterable(map(dict.values, hooks))
+            if any(_is_users_hook(module, hook) for hook in of_module):
+                return True
         if type(module) is HookPoint:
             return "forward" in attributes
         if any(map(_needs_gradient, module._parameters.values())):
@@ -301,8 +308,8 @@ class _FirstBlock:
         if is_compiled or package_of(type(module)) not in _STEADY_LIBRARIES:
             return True
         # An instance's own forward is from an `Around`, from accelerate, or from the user.
-        has_own = "forward" in attributes and "_hf_hook" not in attributes
-        if has_own and package_of(type(attributes["forward"])) != "tl_devicefix":
+        own = innermost(attributes.get("forward"))
+        if own is not None and "_hf_hook" not in attributes:
             return True
         return module.training and (self._adapter.has_dropout or isinstance(module, _UNSTEADY))
 

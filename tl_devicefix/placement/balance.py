@@ -53,16 +53,17 @@ def balanced(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:
     counts = _least_full(sizes, rooms, at_least=1)
     if fits(sizes, counts, rooms):
         return counts
-    # Home may have room for the embeddings alone, or a device for less than a block.
+    # Home may have room for the embeddings only, or a device for no block.
     sparse = _least_full(sizes, rooms, at_least=0)
     return sparse if fits(sizes, sparse, rooms) else counts
 
 
 def _least_full(sizes: Sequence[ComponentSize], rooms: Rooms, at_least: int) -> list[int]:
     blocks, shared, at_home = _weigh(sizes)
-    # Without a block for each device, any may be left out: home may hold the embeddings alone.
+    # With `at_least`, use no more devices than blocks. Else any device may get none.
     n_used = min(len(rooms), max(len(blocks), 1)) if at_least else len(rooms)
-    largest = max((room for room in rooms if room is not None), default=1)
+    # A device without a limit has room for everything.
+    largest = max(1, sum(blocks) + shared + at_home, *(room or 0 for room in rooms))
     divisors = [float(largest if room is None else room) or 1.0 for room in rooms]
     prefix = list(itertools.accumulate(blocks, initial=0))
 
@@ -107,7 +108,7 @@ def _best_ranges(
             the block after its last, and the best cost so far of getting there, () at first.
             Returns the cost with this device, or None if that is impossible or not better.
         at_least: blocks that each device must have.
-        at_most: blocks that each may have.
+        at_most: the most blocks that each device may have.
 
     Returns:
         The counts; None if none are possible.
@@ -153,10 +154,13 @@ def fits(sizes: Sequence[ComponentSize], counts: Sequence[int], rooms: Rooms) ->
     return all(room is None or load <= room for load, room in zip(loads, rooms))
 
 
-def shares(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[Share]:
+def shares(
+    sizes: Sequence[ComponentSize], rooms: Rooms, may_offload: Sequence[bool]
+) -> list[Share]:
     """Return the blocks that each device runs, with as few offloaded as possible.
 
-    Ties go to equal numbers of offloaded blocks, then of blocks. If none fits, all are offloaded.
+    Ties go to equal numbers of offloaded blocks, then of blocks. If no split fits, home gets
+    all blocks, all offloaded.
     """
     blocks, shared, at_home = _weigh(sizes)
     block = max(blocks, default=0)  # as if all blocks weighed the same
@@ -169,7 +173,7 @@ def shares(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[Share]:
         cost: tuple[int, int, int], position: int, start: int, end: int, _best: object
     ) -> tuple[int, int, int] | None:
         n_offloaded = _to_offload(end - start, block, shared, left[position])
-        if n_offloaded is None:
+        if n_offloaded is None or (n_offloaded and not may_offload[position]):
             return None
         # A sum of squares is least where all devices have the same number.
         offloaded, squares_of_offloaded, squares = cost
@@ -189,7 +193,7 @@ def _to_offload(count: int, block: int, shared: int, room: int | None) -> int | 
     """Return how many of a device's blocks to offload so that the rest fits; None if never."""
     if room is None or (count * block + shared if count else 0) <= room:
         return 0
-    # Offloaded blocks that run need room too, so VISITING fewer blocks stay there.
+    # Leave room for the VISITING offloaded blocks that are there at a time.
     residents = (room - shared) // block - VISITING if count else -1
     return None if residents < 0 else count - residents
 

@@ -1,8 +1,8 @@
 """Decide where each component of a model lives, from its size and the user's arguments.
 
-`decide` reads sizes, the arguments, and devices with their free memory, and changes nothing.
-`device_map` and `max_memory` are accelerate's words, `n_devices` is TransformerLens's. It returns a
-`Placement`, which loading, routing and reporting read.
+`decide` reads sizes, the arguments, and devices with their free memory. It returns a `Placement`,
+which loading, routing and reporting read, and changes nothing. `device_map` and `max_memory` are
+accelerate's words, `n_devices` is TransformerLens's.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def decide(
     counts = spread(sizes, rooms)
     on_each = [Share(count) for count in counts]
     if may_offload and not fits(sizes, counts, rooms):
-        # Fill only a share of what is free, or all of a limit that the user set below that.
+        # Fill a limit that is below the free memory, and otherwise only a share of the latter.
         to_fill = [
             room if room is None or room == (limits or {}).get(device) else int(_FILLED * room)
             for device, room in zip(devices, rooms)
         ]
-        on_each = shares(sizes, to_fill)
+        on_each = shares(sizes, to_fill, [not is_elsewhere(device) for device in devices])
     return _placed_in_order(sizes, devices, on_each)
 
 
@@ -139,7 +139,7 @@ def _devices_to_use(
 
     1. `n_devices` without a strategy: that many, from home on;
     2. the devices that `max_memory` names;
-    3. a strategy: all devices of home's type;
+    3. a strategy: home and all devices after it, also those of other hosts;
     4. home alone.
     """
     if is_elsewhere(home):
@@ -164,7 +164,8 @@ def _devices_to_use(
             f"max_memory must name a {home.type!r} device, but names "
             f"{', '.join(map(printed, limits)) or 'none'}{and_there_are()}"
         )
-    count = len(others().devices) or device_count(home.type)
+    of_hosts = others().devices
+    count = len(of_hosts) if home in of_hosts else device_count(home.type)
     return consecutive(home, max(count - (home.index or 0), 1))
 
 
@@ -236,8 +237,8 @@ def _from_dict(
 def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedComponent, ...]:
     """Mark blocks that a map puts on the CPU as offloaded, unless home is the CPU."""
     home = placed[0].device
-    # An offloaded block follows the residual stream: it runs where the last block before it on a
-    # device of this host is, else where the first such block after it is, else at home.
+    # An offloaded block runs on the device of the last block before it that is on a device of this
+    # host (not the CPU), else of the first such block after it, else at home.
     devices = (c.device for c in placed if names_block(c.name) and not is_elsewhere(c.device))
     device = next((device for device in devices if device != CPU), home)
     running = list(placed)

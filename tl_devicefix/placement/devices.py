@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def default_device() -> torch.device:
     """Return the device that TransformerLens would choose, with its index.
 
-    Inside `tl_devicefix.simulate` that is the first simulated device.
+    Inside `tl_devicefix.simulate`, that is the current simulated device.
     """
     return simulated_device() or with_index(_unsimulated_device())
 
@@ -41,8 +41,7 @@ def _unsimulated_device() -> torch.device:
 
 def simulated_device() -> torch.device | None:
     """Return the current simulated device; None outside of `tl_devicefix.simulate`."""
-    # torch registers a device type's module under its name. The simulation has devices only while
-    # it runs.
+    # torch registers a device type's module as `torch.sim`. It has devices only in a simulation.
     simulated = getattr(torch, "sim", None)
     if simulated is None or simulated.device_count() == 0:
         return None
@@ -52,7 +51,7 @@ def simulated_device() -> torch.device | None:
 def with_index(device: torch.device) -> torch.device:
     """Return `device` with an explicit index, so that "cuda" and "cuda:0" compare equal.
 
-    Device types that have no index (cpu, meta) are returned without one.
+    Devices of types without an index (cpu, meta) are returned without one.
     """
     if is_elsewhere(device):
         return device
@@ -86,7 +85,7 @@ def set_others(others: Elsewhere) -> None:
 
 
 def others() -> Elsewhere:
-    """Return the record of devices elsewhere; within a simulation, `NOBODY`."""
+    """Return the record of all hosts' devices; `NOBODY` within a simulation."""
     return _others if simulated_device() is None else NOBODY
 
 
@@ -101,12 +100,12 @@ def and_there_are() -> str:
 
 
 def has_slash(named: object) -> bool:
-    """Return True if a device is named as those elsewhere are: "host1/cuda:3"."""
+    """Return True for a name with a host, such as "host1/cuda:3"."""
     return isinstance(named, str) and "/" in named
 
 
 def is_device(named: object) -> bool:
-    """Return True if this is an index or the name of a device, on this machine or another."""
+    """Return True for a device, its index or its name, on this machine or another."""
     if isinstance(named, int) or has_slash(named):
         return True
     try:
@@ -119,10 +118,10 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
     """Turn a user's way of naming a device into a `torch.device` that exists.
 
     Args:
-        device: a name, or an index of a device of home's type; for devices elsewhere, a name with a
-            slash, or an index after this host's.
-        home: the model's home. If it is None, or has no index (the CPU), an index is of the type
-            that TransformerLens would choose.
+        device: a name, or an index among devices of home's type. Devices of other hosts have
+            names with a slash, and the indices after this host's.
+        home: the model's home. If it is None or the CPU, an index counts devices of the type that
+            TransformerLens would choose.
     """
     if isinstance(device, bool) or (isinstance(device, int) and device < 0):
         raise ValueError(
@@ -215,8 +214,8 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
 def free_memory(device: torch.device) -> int | None:
     """Return the bytes that torch may still use on a device; None if it does not say.
 
-    Memory of other processes counts as used. Unused memory in this process's caching allocator
-    counts as free, since torch reuses it. `set_per_process_memory_fraction` caps the sum.
+    Memory of other processes counts as used. Memory that this process's caching allocator has
+    reserved, and no tensor uses, counts as free. `set_per_process_memory_fraction` is respected.
     """
     if is_elsewhere(device):
         return others().free_memory(device)
@@ -235,7 +234,6 @@ def free_memory(device: torch.device) -> int | None:
     if not hasattr(module, "memory_reserved"):
         return int(free)
     allocated = module.memory_allocated(device)
-    # Reserved memory that no tensor uses is free for torch, and for nobody else.
     free += module.memory_reserved(device) - allocated
     if hasattr(module, "get_per_process_memory_fraction"):
         allowed = module.get_per_process_memory_fraction(device) * total - allocated
@@ -244,12 +242,12 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return how often a tensor was changed; None for inference tensors, which have no counter."""
+    """Return how often a tensor was edited in place; None for inference tensors (no counter)."""
     return None if tensor.is_inference() else tensor._version
 
 
 def stamp(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what changes if a live tensor is replaced, frozen, edited, or given other `.data`."""
+    """Return a value that differs once a tensor is replaced, frozen, edited, or has new `.data`."""
     return id(tensor), tensor.data_ptr(), version_of(tensor), tensor.requires_grad
 
 
@@ -266,7 +264,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 class OwnRandomNumbers(TorchFunctionMode):
     """Fills this thread's tensors from a separate generator, within a `with` block.
 
-    The functions in `_DRAWING` then draw nothing from torch's generator, which all threads share.
+    It applies to the functions in `_DRAWING`. torch's own generator is shared by all threads.
     """
 
     def __init__(self) -> None:
@@ -282,7 +280,7 @@ class OwnRandomNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Functions of torch.nn.init are here too: the mode does not see what some of them call.
+# Some functions of torch.nn.init hide their calls from the mode, so they are listed themselves.
 _DRAWING = frozenset(
     (
         *("kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
@@ -292,9 +290,9 @@ _DRAWING = frozenset(
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """Makes this thread's empty tensors on meta, within a `with` block.
+    """Makes this thread's `torch.empty` return meta tensors, within a `with` block.
 
-    So weights of transformers' modules take no memory; rotary tables have values.
+    Weights of transformers' modules then take no memory, and rotary tables still have values.
     """
 
     def __torch_function__(

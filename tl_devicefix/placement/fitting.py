@@ -20,7 +20,7 @@ _OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
-    """Return the most bytes that loading needs beyond the weights: a slice in float32, twice."""
+    """Return the most bytes that loading needs beyond the weights: two slices in float32."""
     largest = max(component.weights for component in placement.components) // dtype.itemsize
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
@@ -91,7 +91,7 @@ class Mover:
         self._buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def move(self, module: nn.Module, name: str, device: torch.device) -> None:
-        """Move a buffer, or a parameter and its gradient in place, so that optimizers keep it."""
+        """Move a tensor: a parameter in place, with its gradient, so that optimizers keep it."""
         parameter, buffer = module._parameters.get(name), module._buffers.get(name)
         if buffer is not None:
             key = id(buffer), device
@@ -117,7 +117,7 @@ def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str
         raise _out_of_memory(error, model, placement, unit) from error
 
 
-# Keep this a function: the frame above stays in the traceback, and would hold the tensors.
+# Keep this a separate function: its caller's frame stays in the traceback, with all its locals.
 def _out_of_memory(
     error: BaseException, model: nn.Module, placement: Placement, unit: str
 ) -> torch.OutOfMemoryError:

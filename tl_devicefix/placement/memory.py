@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def parse_bytes(size: int | str, called: str = "memory") -> int:
-    """Return a size in bytes, given as such or as accelerate writes sizes ("8GiB", "500MB")."""
+    """Return a size in bytes, from a number of bytes or accelerate's notation ("8GiB", "500MB")."""
     n_bytes: float = size if type(size) is int else -1
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)

@@ -19,10 +19,10 @@ from tl_devicefix.placement.elsewhere import Elsewhere, is_elsewhere
 from tl_devicefix.placement.memory import format_table, gib
 
 VISITING = 2
-"""Offloaded blocks on a device at a time: the one that computes, and the next on its way."""
+"""Offloaded blocks on a device at a time: one computes, and the next is being copied there."""
 
 _HOOKS_AT_HOME = ("hook_tokens", "hook_embed", "hook_pos_embed", "hook_unembed")
-"""Names of hooks that begin with no component's name: all are at home."""
+"""The model's own hook points, which are in no component: all are at home."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Placement:
         return self.home if is_elsewhere(device) else device
 
     def device_for(self, name: str, is_weight: bool = False) -> torch.device:
-        """Return the device of anything in the model, by name; home if it is in no component."""
+        """Return where `name` runs or, as a weight, is stored; home if it is in no component."""
         component = self._by_name.get(component_of(name), self.components[0])
         return component.stored_on if is_weight else component.device
 
@@ -144,7 +144,7 @@ class Placement:
         return self._component(name).stored_on
 
     def _component(self, name: str) -> PlacedComponent:
-        """Return the component of a name; the first, at home, for the model's own hooks."""
+        """Return the component that a name is in; for the model's own hooks, the one at home."""
         if name in _HOOKS_AT_HOME:
             return self.components[0]
         component = component_of(str(name))
@@ -183,13 +183,14 @@ class Placement:
         if has_slash(named):
             return self.others.find(str(named))
         for memory in self.memories:
-            # Compare texts: an index may come as "1". The CPU has no index.
-            if named in (memory, str(memory)) or str(named) == str(memory.index) != "None":
+            # Compare texts: an index, which is of this host, may come as "1". The CPU has none.
+            index = None if is_elsewhere(memory) else memory.index
+            if named in (memory, str(memory)) or str(named) == str(index) != "None":
                 return memory
         return resolve(named, self.home)
 
     def _visiting(self, device: torch.device) -> list[int]:
-        """Return the bytes of each offloaded block that may be on a device at one time."""
+        """Return the sizes of the largest offloaded blocks that may be on a device at a time."""
         weights = (c.weights for c in self.components if c.offloaded and c.device == device)
         return sorted(weights, reverse=True)[:VISITING]
 
@@ -235,7 +236,10 @@ class Placement:
         return f"{name} (offloaded)" if is_offload else name
 
     def components_on(self, memory: torch.device) -> str:
-        """Return what is there: "blocks.0-2 + 2 visiting"; "blocks.3, 5 -> cuda:0" (runs there)."""
+        """Return the components in a memory: "blocks.0-2 + 2 visiting"; "blocks.3 -> cuda:0".
+
+        The arrow points to the device that runs offloaded blocks.
+        """
         residents = [c.name for c in self.components if not c.offloaded and c.device == memory]
         visiting = len(self._visiting(memory))
         held = [in_short(residents) + (f" + {visiting} visiting" if visiting else "")]

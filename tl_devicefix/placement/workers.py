@@ -65,7 +65,7 @@ def each_on_its_device(
         cores = max(1, all_cores // len(distinct))
         caller = CallersState(distinct)
         workers = {device: stack.enter_context(threads(1)) for device in distinct}
-        # This runs before the pools end: while we wait for one, the others would go on.
+        # Cancel before the pools end: while we wait for one, the others would go on.
         stack.callback(lambda: [future.cancel() for future in begun])
         for unit, device in zip(units, devices):
             begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
@@ -106,8 +106,8 @@ class CallersState:
     """A snapshot of this thread's torch settings, to run functions in other threads with them.
 
     It holds gradient and inference mode, autocast, the modes of torch functions and operations
-    (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the current devices and
-    streams, and context variables such as the device of `gather_on`.
+    (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the number of threads, the
+    current devices and streams, and context variables such as the device of `gather_on`.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -143,8 +143,8 @@ class CallersState:
 
     def run(self, function: Callable[..., _Result], *args: object) -> _Result:
         """Call a function in this thread with these settings."""
-        # Copy it: only one thread at a time may run within a context. A lambda's cells would keep
-        # the arguments alive after an error, when the frames are cleared.
+        # Copy it: only one thread at a time may run within a context. Use no lambda: after an
+        # error, its cells would keep the arguments alive even once the frames are cleared.
         return self._context.copy().run(self._run, function, args)
 
     def _run(self, function: Callable[..., _Result], args: tuple[object, ...]) -> _Result:

@@ -1,7 +1,7 @@
 """Estimate whether a job fits before anything is loaded, by a dry run of the job.
 
 The installed TransformerLens allocates the job's tensors, without values. Only CPU memory and the
-peak of a load are calculated.
+peak of a load are computed from sizes.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from tl_devicefix.planning.plan import (
 from tl_devicefix.simulation import simulate_apart
 from tl_devicefix.types import Model
 
-# The share of a GPU's memory for CUDA's context, fragments and the work space of kernels.
+# The share of a GPU's memory for CUDA's context, fragmentation and kernels' workspaces.
 LEFT_ON_GPUS = 0.1
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job: the forward, cache, generation or backward that an estimate is about."""
+    """The forward, cache, generation or backward that an estimate is for."""
 
     batch_size: int = 1
-    """Sequences."""
+    """The number of sequences."""
     seq_len: int = 1024
-    """Tokens in each sequence."""
+    """The number of tokens in each sequence."""
     cache: str | None = None
-    """Activations that `run_with_cache` keeps: "all", None, or names without "hook_"
+    """The activations that `run_with_cache` keeps: "all", None, or names without "hook_"
     ("resid_post,z")."""
     max_new_tokens: int = 0
-    """New tokens for each sequence, with a KV cache."""
+    """The number of new tokens for each sequence, with a KV cache."""
     gradients: bool = False
     """True to record gradients and take a backward from the loss."""
     fuse_blocks: bool = False
@@ -90,7 +90,7 @@ class Estimate:
     job: Job
     """The job: `batch_size`, `seq_len`, `cache`, ..."""
     devices: tuple[OnDevice, ...]
-    """The bytes of each device; home first, and CPU memory last if blocks live there."""
+    """The bytes of each device, by index; CPU memory comes last, if blocks live there."""
     placement: Placement
     """Where each component would live."""
     advice: str = ""
@@ -152,8 +152,8 @@ def estimate(
 ) -> Estimate:
     """Return the memory that a job takes on each device, and whether it fits. Loads nothing.
 
-    With TransformerLens 4, or for a transformers config, the job runs on a TransformerBridge as
-    booted; a tied unembedding is counted too. `dry_run` shows what compatibility mode adds.
+    With TransformerLens 4, or for a transformers config, the job runs on a TransformerBridge
+    without compatibility mode; `dry_run` shows what that adds. A tied unembedding counts in full.
 
     Args:
         config_or_model_name: as for `plan`.
@@ -161,22 +161,22 @@ def estimate(
         device_map: as for `from_pretrained`.
         max_memory: the most to use of each device, as for `plan`: `{0: "24GiB", 1: "80GiB"}` uses
             these two devices, and with "cpu", blocks that do not fit are offloaded. Or one size
-            for every device. Devices that a dict leaves out have 80 GiB. Weights, and then the
-            whole job, have to fit into these sizes.
-        dtype: of the weights; by default float32, as for `from_pretrained`.
+            for every device. Devices that a dict leaves out have 80 GiB. Blocks are placed by these
+            sizes, and then the whole job has to fit into them.
+        dtype: of the weights; by default float32, or a HookedTransformerConfig's own.
         batch_size: how many sequences.
         seq_len: how many tokens in each; by default 1024, or the model's n_ctx if that is less.
         cache: what `run_with_cache` keeps: hook names without "hook_" ("resid_post", or several
             "resid_post,z"), or "all".
         max_new_tokens: how many tokens to generate, with a KV cache.
         gradients: take gradients, from the loss back to every parameter.
-        fuse_blocks: have blocks run as one function each, which builds no pattern unless
-            `cache` keeps it, see `tl_devicefix.fuse_blocks`. Assumes no padding.
+        fuse_blocks: run each block as one function, which builds no pattern unless `cache` keeps
+            it; see `tl_devicefix.fuse_blocks`. Assumes no padding.
         options: arguments of `from_pretrained` that change the config: `first_n_layers`, `n_ctx`.
             For a Bridge, as for `boot_transformers`: `n_ctx`, `hf_config_overrides`.
 
     Returns:
-        Each device's need in bytes, and whether it fits; printing it shows a table.
+        The bytes that each device needs, and whether they fit; printing it shows a table.
 
     Raises:
         ValueError: if the arguments do not fit together, or the model's config cannot be read.
@@ -219,7 +219,7 @@ def _estimate(
     max_memory: MaxMemory,
     n_devices: int | None,
 ) -> Estimate:
-    """Run the job dry on devices without limits, and compare its peaks with their real memory."""
+    """Dry-run the job on devices without limits, and compare its peaks with the real memory."""
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     size_by_device = _size_by_device(request.max_memory, request.n_devices)
@@ -240,6 +240,8 @@ def _estimate(
         devices = []
         for device, row in zip(machine.devices, dry.devices):
             runs = [component for component in placement.components if component.device == device]
+            if request.names_used and not runs:
+                continue
             # Weights of offloaded blocks live in CPU memory.
             resident = sum(component.weights for component in runs if not component.offloaded)
             # Count a tied unembedding too: processing unties it.
@@ -320,7 +322,7 @@ def _run_forward(job: Job, model: Model) -> object:
     # [batch, pos]
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     with warnings.catch_warnings():
-        if job.cache == "all":  # nothing is asked for by name
+        if job.cache == "all":  # asks for no hook by name
             warnings.filterwarnings("ignore", ".* skipped .* gated-off hook")
         output, kept = model.run_with_cache(
             tokens,

@@ -1,4 +1,4 @@
-"""`plan(...)`: where each component of a model would be, on devices that need not exist."""
+"""`plan(...)`: where each component of a model would be. Dry runs use the rest of this module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from tl_devicefix.adapters import Adapter, adapters
 from tl_devicefix.misspelt import refuse_unknown, shown
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
-from tl_devicefix.placement.devices import DeviceLike
+from tl_devicefix.placement.devices import DeviceLike, has_slash
 from tl_devicefix.placement.memory import MaxMemory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.simulation.session import check_number
@@ -29,7 +29,7 @@ ConfigOrName: TypeAlias = "str | HookedTransformerConfig | PretrainedConfig"
 
 
 Blueprint: TypeAlias = "HookedBlueprint | BridgeBlueprint"
-"""A model at its full size; it is run without values."""
+"""A model at its full size, which can be made and run without values."""
 
 UNLIMITED = 2**60  # bytes of a device whose memory is not known, or does not matter
 
@@ -67,7 +67,7 @@ def check_options(
     """Refuse options that `estimate` or `dry_run` does not have."""
     adapter = adapter_to_load(config_or_model_name, cls)
     names = adapter.option_names(config_or_model_name)
-    # Allow the function's own names too: one may be misspelt.
+    # Suggest the function's own arguments too: one of them may be misspelt.
     own = [name for name in inspect.signature(function).parameters if name != "options"]
     where = "" if names else " for a config, which has every setting"
     where = " for a TransformerBridge" if adapter.name == "TransformerBridge" else where
@@ -123,15 +123,15 @@ def plan(
         device: the first device; the others are those that follow it. "cuda:2" with `n_devices=2`
             means cuda:2 and cuda:3. By default the current device, or the lowest that `max_memory`
             names.
-        device_map: instead of `n_devices`: "balanced" or "auto" (every device there is, evenly),
-            "sequential" (fill each before the next), one device, or a dict from components
+        device_map: instead of `n_devices`: "balanced" or "auto" (all devices from `device` on,
+            evenly), "sequential" (fill each before the next), one device, or a dict from components
             ("embed", "blocks.3", "unembed") or prefixes ("blocks", "") to devices. Blocks on
             "cpu" are offloaded if embed is elsewhere: they run where the block before them does.
         max_memory: the most that weights may take of each device: one size ("36GiB"), or a dict
             (`{0: "20GiB", 1: "40GiB"}`), whose devices are used, unless `n_devices` says how many.
             With "cpu" in it, blocks that do not fit are offloaded.
-        dtype: the dtype of the parameters; by default the config's. Sizes include norms, although
-            loading with `fold_ln=True` removes them.
+        dtype: the dtype of the parameters; by default float32, or a HookedTransformerConfig's own.
+            Sizes include norms, although loading with `fold_ln=True` removes them.
 
     Returns:
         The placement; printing it shows a table of devices, components and their bytes.
@@ -139,7 +139,7 @@ def plan(
     Raises:
         ValueError: if the arguments do not fit together, or the weights do not fit.
     """
-    # Norms are counted: a Bridge is booted without folding.
+    # Count norms: a HookedTransformer folds them by default, and a Bridge is booted with them.
     is_of_bridge = adapter_to_load(config_or_model_name).name == "TransformerBridge"
     options = {} if is_of_bridge else {"fold_ln": False}
     model = blueprint(config_or_model_name, dtype, options)
@@ -149,13 +149,14 @@ def plan(
 def _device_index(device: DeviceLike) -> DeviceLike:
     """Return 1 for "cuda:1": there may be no such GPU here."""
     kind, _, number = str(device).partition(":")
-    return int(number) if kind != "cpu" and number.isdecimal() else device
+    is_here = kind != "cpu" and not has_slash(device)
+    return int(number) if is_here and number.isdecimal() else device
 
 
 class DeviceRequest(NamedTuple):
-    """A user's arguments about devices, by their indices."""
+    """A user's arguments about devices, with an index for each device."""
 
-    n_devices: int  # the smallest number of devices
+    n_devices: int  # the number of devices to simulate
     spread: int | None  # the number to split across; None if other arguments name the devices
     device_map: DeviceMap | None
     max_memory: MaxMemory | None

@@ -60,7 +60,7 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
         gradients = (args[0] if args else None) or ()
         for index, (output, gradient) in enumerate(zip(t_outputs, gradients)):
             _check_device(index, output, gradient)
-        # Stay in this thread: torch has a worker for each device, and knows of one device only.
+        # Stay in this thread: torch would start a thread for each device, but knows of one only.
         with _interrupts_later(), torch.autograd.set_multithreading_enabled(False):
             return _raising_kept_errors(lambda: engine(t_outputs, *args, **kwargs))
 
@@ -69,7 +69,7 @@ def run_backward(engine: Callable[..., Result]) -> Callable[..., Result]:
 
 def _raising_kept_errors(engine: Callable[[], Result]) -> Result:
     _running.engines += 1
-    # Start from 0: a user's hook may run this engine, whose errors have to be kept too.
+    # Start from 0: if a user's hook runs this backward, its errors have to be kept too.
     hooks, _running.hooks = _running.hooks, 0
     try:
         result = engine()
@@ -96,7 +96,7 @@ def _check_device(index: int, expected: object, gradient: object) -> None:
 
 
 def raise_or_keep(error: Exception) -> None:
-    """Raise an operation's error; in a backward, outside hooks, keep it and let it go on."""
+    """Raise an operation's error; in a backward, but not in a hook, keep it and go on."""
     if _running.engines and not _running.hooks:
         _running.errors.append(error)
         return
@@ -125,19 +125,19 @@ def _kept(call: Callable[[], Result], otherwise: Callable[[], Result]) -> Result
 class KeptErrors:
     """A user's backward hook; if it fails, its error is kept and the gradient is unchanged."""
 
-    holds_users_hook = True  # a view of the model gets a copy that refers to its own modules
+    holds_users_hook = True  # a view of the model gets a copy that refers to the view's modules
 
     def __init__(self, hook: Hook) -> None:
-        self._hook = hook
         functools.update_wrapper(self, hook)  # TransformerLens 2 identifies hooks by name
+        self._hook = hook  # last: `update_wrapper` copies the hook's own attributes
 
     def __call__(self, *args: object) -> object:
         """Call the hook, and check the device of the gradient that it returns."""
 
         def checked() -> object:
             result = self._hook(*args)
-            # A tensor's hook gets its gradient, and a module's tuples: of the outputs before the
-            # backward, of the inputs and the outputs after it.
+            # The arguments are (gradient,) for a tensor's hook, (module, of_outputs) for a module's
+            # pre-hook, and (module, of_inputs, of_outputs) for its hook.
             given = args[len(args) // 2]
             pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (given, result)))
             for index, (before, after) in enumerate(pairs):

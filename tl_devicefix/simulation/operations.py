@@ -79,13 +79,13 @@ def _chosen_for(value: object) -> object:
 def _equal(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """``equal`` and ``allclose``; tensors without values are equal if their shapes are."""
     if any(type(arg) is SimTensor and not arg.has_values for arg in args):
-        common_device([arg for arg in args if type(arg) is SimTensor])  # raises if on several
+        common_device([arg for arg in args if type(arg) is SimTensor])  # raises if they differ
         return args[0].shape == args[1].shape
     return run_on_one_device(func, args, kwargs)
 
 
 def _is_all_true(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Check a condition on values, such as a distribution's arguments; without values it holds."""
+    """Check that a condition holds for all values; it holds if there are no values."""
     return run_on_one_device(func, args, kwargs) if args[0].has_values else torch.tensor(True)
 
 
@@ -136,7 +136,7 @@ HANDLERS.update(
         aten._to_copy.default: _to_copy,
         aten.copy_.default: lambda func, args, kwargs: copy_into(*args, **kwargs),
         aten._local_scalar_dense.default: _read_number,
-        # The attention kernel that the CPU would choose.
+        # Choose the attention kernel that the CPU would.
         aten._fused_sdp_choice.default: lambda func, args, kwargs: func(
             *map(_chosen_for, args), **kwargs
         ),

@@ -21,8 +21,8 @@ from tl_devicefix.simulation.executor import CpuExecutor, MetaExecutor
 from tl_devicefix.simulation.machine import Machine, active_machine, entered, entered_machine
 from tl_devicefix.simulation.tensor import TENSOR_DATA, SimTensor, set_data
 
-# torch's guard and hooks for backends in Python are private, and 2.9 had none. The tests pass with
-# these two versions and with 2.13.
+# torch's device guard and hooks for backends written in Python are private, and 2.9 had none. The
+# tests pass with these two versions and with 2.13.
 _OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 MAX_DEVICES = 64
 
@@ -97,7 +97,7 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
         _refuse_to_compile(stack)
-        # Close a machine that is open when Python ends, before its modules are gone.
+        # If Python ends within the block, undo the changes while modules still exist.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
         yield machine
@@ -150,10 +150,10 @@ def _prepare_torch() -> None:
 
 def _move_parameters_in_place(stack: ExitStack) -> None:
     """Make ``nn.Module.to`` set ``param.data`` across device types, as it does from CPU to CUDA."""
-    # Otherwise it would make new parameters, which optimizers and tied modules do not know.
+    # By default, `to` would make new parameters, which optimizers and tied modules do not know.
     compatible = torch._has_compatible_shallow_copy_type
 
-    # Take any arguments: torch.compile, if imported now, compares this signature with its own.
+    # Take any arguments: torch.compile compares named ones with its polyfill's when it is imported.
     def is_compatible(*tensors: torch.Tensor) -> bool:
         return any(type(tensor) is SimTensor for tensor in tensors) or compatible(*tensors)
 
@@ -165,7 +165,7 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
     """Run ``inference_mode`` as ``no_grad``: tensor subclasses do not work in it."""
 
     def enter(self: Any) -> None:
-        # The attribute whose `__exit__` torch's own `__exit__` calls.
+        # torch's own `__exit__` exits the context in this attribute.
         self._inference_mode_context = torch.no_grad() if self.mode else torch.enable_grad()
         self._inference_mode_context.__enter__()
 
@@ -175,7 +175,7 @@ def _avoid_inference_mode(stack: ExitStack) -> None:
 def _keep_errors_of_backwards(stack: ExitStack) -> None:
     """Make a failing backward pass raise, where torch would end the process."""
     engine = backward.run_backward(torch.autograd.graph._engine_run_backward)
-    for module in (torch.autograd, torch.autograd.graph):  # the first imports it by name
+    for module in (torch.autograd, torch.autograd.graph):  # torch.autograd imports it by name
         stack.enter_context(patch.object(module, "_engine_run_backward", engine))
     for owner, name in (
         (torch.Tensor, "register_hook"),
@@ -206,7 +206,7 @@ def _open_safetensors(stack: ExitStack) -> None:
 
 
 def _refuse_to_compile(stack: ExitStack) -> None:
-    """Refuse to compile a simulated model: inductor's errors name neither it nor a reason."""
+    """Refuse to compile a simulated model: inductor's own errors would not explain why."""
     own: Any = torch.compile
 
     @functools.wraps(own)

@@ -48,7 +48,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         # Ignore the parameter's attributes, which accelerate passes too.
         return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
-    # Disable it: it would cost each operation one more Python call.
+    # Disabled: it would cost each operation another Python call.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -59,7 +59,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return run(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Return the text that torch gives for a tensor on a device."""
+        """Return what torch prints for a tensor on a device."""
         text = repr(read(self)).replace(", device='meta'", "")
         grad_fn = self.grad_fn
         extras = f", device='{self.device}'"
@@ -92,14 +92,11 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
     def __copy__(self) -> torch.Tensor:
         """Return another tensor on the same storage."""
         # The default would use `__reduce_ex__`, which copies to the CPU.
-        return self.detach().requires_grad_(self.requires_grad)
+        return _leaf_like(self, self.detach())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Save as a CPU tensor: a simulated device does not outlive its machine."""
-        values = read(self).detach()
-        if getattr(self, "_is_param", False):
-            values = torch.nn.Parameter(values, requires_grad=self.requires_grad)
-        return values.__reduce_ex__(protocol)
+        return _leaf_like(self, read(self).detach()).__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
         """Format a scalar as its number."""
@@ -154,6 +151,13 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return _storage_of(self._cpu)
 
 
+def _leaf_like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return detached values as a parameter, or with `requires_grad`, as the tensor has it."""
+    if getattr(tensor, "_is_param", False):
+        return torch.nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return values.requires_grad_(tensor.requires_grad)
+
+
 _addresses = itertools.count(1 << 60, 1 << 40)  # beyond the address space of processes
 
 
@@ -188,7 +192,7 @@ def wrap(cpu: torch.Tensor, machine: Machine, device: torch.device) -> SimTensor
     if (cpu.is_complex() and cpu.is_conj()) or cpu.is_neg():
         # Resolve lazy conjugation and negation here: a wrapper subclass cannot have their bits.
         cpu = machine.executor.run(aten.clone.default, (cpu,), {}, device.index)
-    # A sparse tensor's values and indices have storages, strides and offsets; it has none.
+    # A sparse tensor has no storage, strides or offset of its own: its values and indices do.
     parts = dense_tensors(cpu) or [cpu]
     allocation, *_ = (machine.allocation_of(part, device) for part in parts)
     strides, offset = (cpu.stride(), cpu.storage_offset()) if len(parts) == 1 else (None, None)
@@ -215,7 +219,7 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Turn a CPU tensor into a simulated one or back, keeping the Python object."""
+    """Turn a CPU tensor into a simulated one, or back, and keep the Python object."""
     # torch.utils.swap_tensors refuses while a graph holds the tensor, and removes the attributes
     # that a user has set on it.
     copied = value.detach()
@@ -227,7 +231,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.__class__, copied.__class__ = copied.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
         own, others = (vars(owner).pop(name, None) for owner in (tensor, copied))
-        for owner, attribute in ((tensor, others), (copied, own)):  # a graph may hold the old one
+        for owner, attribute in ((tensor, others), (copied, own)):  # a graph may hold `copied`
             if attribute is not None:
                 vars(owner)[name] = attribute
     torch._C._swap_tensor_impl(tensor, copied)  # type: ignore[attr-defined]
@@ -298,7 +302,7 @@ def common_device(
 def _check_cpu_operands(
     func: Operation, first: object, operands: list[torch.Tensor], device: torch.device
 ) -> None:
-    """Refuse to mix CPU and simulated tensors, except for scalars that are read elementwise."""
+    """Refuse CPU tensors among simulated ones, except for scalars that are read elementwise."""
     writes_to_cpu = func._schema.is_mutable and any(first is operand for operand in operands)
     for operand in operands:
         if writes_to_cpu or operand.dim() > 0 or not _takes_cpu_scalars(func):
@@ -308,7 +312,7 @@ def _check_cpu_operands(
 def _wrap_result(
     result: object, simulated: list[SimTensor], machine: Machine, device: torch.device
 ) -> object:
-    """Wrap a CPU kernel's results; if one is an operand, changed in place, return the operand."""
+    """Wrap a CPU kernel's results; for an operand changed in place, return that operand."""
     if isinstance(result, torch.Tensor):
         for tensor in simulated:
             if tensor._cpu is result:

@@ -1,6 +1,6 @@
 """The adapter of a TransformerBridge: see `tl_devicefix.adapters`.
 
-Importing it registers the patches of its package.
+Importing this module registers the package's patches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ setup_hint = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint
 has_dropout = True
 
-# Blocks of these Bridges pass on only the residual stream. Others share more (keys and values,
-# states, an embedding for each layer), which a run that starts at a later block would miss.
+# Blocks of these architectures pass on only the residual stream. Others also pass on keys and
+# values, states or per-layer embeddings, which a run that starts at a later block would miss.
 _RESIDUAL_STREAM_ALONE = {
     *("ApertusForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "GPTJForCausalLM"),
     *("GPTNeoForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),

@@ -30,7 +30,7 @@ class ThisForward(NamedTuple):
     """
 
     is_of_bridge: bool = False
-    """True in a Bridge's forward with masks [batch, pos]: layers may run without wrappers."""
+    """True in a Bridge's forward whose masks are [batch, pos]: layers may run without wrappers."""
     config_of_sdpa: object = None
     """The config of blocks that take masks for SDPA; None if masks are for eager attention."""
     is_cache_read: bool = True

@@ -50,7 +50,7 @@ class BridgeGeneration:
         self._kv_cache = DynamicCache(config=hf_model.config)
         self._length = seq_len
         takes = inspect.signature(hf_model.forward).parameters
-        # transformers 5.24 names every such argument `cache`.
+        # The argument that takes the KV cache; transformers 5.24 names it `cache` in every model.
         names = (name for name in ("cache", "cache_params") if name in takes)
         self._cached = {next(names, "past_key_values"): self._kv_cache, "use_cache": True}
 
@@ -85,7 +85,7 @@ class BridgeGeneration:
         layers: Any = self._kv_cache.layers
         attends = any(getattr(layer, "keys", None) is not None for layer in layers)
         self._bridge(token, **self._cached, **(where if attends else {}))
-        del self._tokens  # so that only the KV cache is still held
+        del self._tokens  # only the KV cache should stay in memory
 
 
 class BridgeBlueprint:
@@ -102,9 +102,15 @@ class BridgeBlueprint:
         overrides = dict(options.get("hf_config_overrides") or {})
         if options.get("n_ctx") is not None:
             # `boot_transformers` looks for the field before it applies overrides.
-            overrides[next(name for name in _N_CTX if hasattr(config, name))] = options["n_ctx"]
+            field = next((name for name in _N_CTX if hasattr(config, name)), None)
+            if field is None:
+                raise ValueError(
+                    f"n_ctx={options['n_ctx']} cannot be applied, since a {type(config).__name__} "
+                    f"has none of {', '.join(_N_CTX)}: leave n_ctx out"
+                )
+            overrides[field] = options["n_ctx"]
         vars(config).update(overrides)
-        if getattr(config, "pad_token_id", None) is None:  # as in `boot_transformers`
+        if "pad_token_id" not in vars(config):  # as in `boot_transformers`
             end = getattr(config, "eos_token_id", None)
             config.pad_token_id = end[0] if isinstance(end, list) else end
         if isinstance(config_or_model_name, type(config)):
@@ -170,7 +176,7 @@ class BridgeBlueprint:
 
 
 def _hf_config(config_or_model_name: object) -> PretrainedConfig:
-    """Return a model's transformers config: the given one, a known one, or one that is read."""
+    """Return a transformers config: the given one, a known model's, or a checkpoint's."""
     if isinstance(config_or_model_name, PretrainedConfig):
         return config_or_model_name
     if not isinstance(config_or_model_name, str | os.PathLike):

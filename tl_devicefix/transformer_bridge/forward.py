@@ -1,7 +1,8 @@
-"""Methods that run a Bridge or read several components: at home, or as `gather_on` says."""
+"""Functions that run a Bridge or read several components; their results are at home."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import warnings
@@ -42,7 +43,7 @@ def forward(
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     # Any tensor that is given by position may be a mask, except the first, which is the input.
     masks = [*named, *(value for value in args[1:] if isinstance(value, torch.Tensor))]
-    # Masks of pairs are unusual: a Bridge reads them differently than transformers' layers.
+    # A Bridge reads masks of pairs of tokens differently than transformers' layers do.
     is_usual = all(map(_is_of_tokens, masks))
     is_plain = is_usual and is_enabled() and unsupported_mode() is None
     config = config_of_sdpa(self) if is_plain and makes_masks() else None
@@ -61,14 +62,14 @@ def _is_cache_read(return_type: object = None, **kwargs: object) -> bool:
 
 
 def _takes_cache(bridge: TransformerBridge) -> bool:
-    """Return True if the model calls its state `cache`, a name that `generate` does not know."""
+    """Return True if the model's forward takes `cache`, where `generate` says `past_key_values`."""
     if not getattr(bridge.cfg, "is_stateful", False):
         return False  # `generate` asks at each token, and reading a signature takes time
     return "cache" in inspect.signature(bridge.original_model.forward).parameters
 
 
 def _is_of_tokens(mask: object) -> bool:
-    """Return True for a mask of tokens, which says nothing about pairs of tokens."""
+    """Return False for masks of pairs of tokens; True for a mask [batch, pos], or none."""
     return mask.dim() <= 2 if isinstance(mask, torch.Tensor) else not isinstance(mask, Mapping)
 
 
@@ -80,15 +81,16 @@ def _is_of_tokens(mask: object) -> bool:
 def run_with_cache(
     original: Callable[..., Any], self: TransformerBridge, *args: object, **kwargs: Any
 ) -> tuple[object, ActivationCache | Mapping[str, torch.Tensor]]:
-    """See TransformerLens's method. Activations stay where they are, and are read at home.
+    """See TransformerLens's method. Activations stay where they are computed; reads are at home.
 
-    With `device`, they are moved there as they are computed, and read there.
+    With `device`, they are moved to it as they are computed, and read on it.
     """
     names_filter = kwargs.get("names_filter")
     warn_of_unknown(self, names_filter)
     at_home = cache_for(self, kwargs.get("device"))
-    with warnings.catch_warnings():
-        if at_home is not None:  # it warns that it ignores `device`, but does not
+    is_used = at_home is not None and kwargs.get("device") is not None
+    with warnings.catch_warnings() if is_used else contextlib.nullcontext():
+        if is_used:  # TransformerLens says that it is not
             warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
     warn_of_empty(names_filter, cache)
@@ -109,7 +111,7 @@ def run_with_cache(
 def get_params(
     original: Callable[[TransformerBridge], dict[str, torch.Tensor]], self: TransformerBridge
 ) -> dict[str, torch.Tensor]:
-    """`TransformerBridge.get_params`: a dict that brings a weight to one device as it is read."""
+    """See TransformerLens's method. Each weight is copied to one device when it is read."""
     device = gathering_device(self)
     weights = original(self)
     return weights if device is None else CacheAtHome(device).of(weights)

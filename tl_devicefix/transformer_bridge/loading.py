@@ -166,7 +166,7 @@ def _check_numbers(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -
         read_by.setdefault("trust_remote_code", False)  # or transformers asks at the terminal
         try:
             hf_config = read_config(name, **read_by)
-        except ValueError:  # booting will report it
+        except ValueError:  # `_boot` raises it again
             return None
     if hf_config is None:  # a module of another library
         return None
@@ -215,7 +215,7 @@ def _boot_checkpoint(
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
         else:
-            resolve(options["device"])  # clearer than TransformerLens's assertion
+            resolve(options["device"])  # its error is clearer than TransformerLens's
         bridge = boot(**arguments)
     if planned.placement is None:
         settle_bridge(bridge, placement_as_it_lies(bridge))
@@ -231,8 +231,7 @@ def _boot_checkpoint(
 class _PlannedClass:
     """Stands in for a transformers class; its `from_pretrained` places the model by a plan.
 
-    TransformerLens calls it instead of the class that it would choose. An incomplete checkpoint
-    is refused.
+    TransformerLens gets it as `model_class`. An incomplete checkpoint is refused.
     """
 
     def __init__(
@@ -285,7 +284,7 @@ class _PlannedClass:
             placement = self.placement.local_part
             loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
             self.remotes = self._elsewhere.enter_context(loading)
-            # accelerate would look for the weights of all blocks.
+            # accelerate's dispatch expects weights for all blocks.
             with replaced_in_thread(modeling_utils, "accelerate_dispatch", lambda *_, **__: None):
                 hf_model = self._load(real, str(model_name), kwargs)
         if self.placement is not None and not self.offloads and not self.is_on_hosts:
@@ -331,7 +330,7 @@ class _PlannedClass:
 def _without_all_values() -> Iterator[None]:
     """Let TransformerLens wrap weights without values, within a `with` block.
 
-    Wrapping splits fused matrices, and would refuse those of blocks on other hosts.
+    Wrapping splits fused matrices, and its check would refuse those of blocks on other hosts.
     """
     check = "require_readable_weight"
     with contextlib.ExitStack() as stack:

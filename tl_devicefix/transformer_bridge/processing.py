@@ -6,9 +6,9 @@ are not.
 
 - Blocks: by the static methods of the installed `ProcessWeights`, which know every
   architecture. They are given one block at a time.
-- Value biases: by this package; TransformerLens's method fails where heads share them.
-- Embeddings and unembedding: by `tl_devicefix.weight_processing`, in place in their working copy;
-  they are the largest components, and a second copy would need as much again.
+- Value biases: by this package; TransformerLens's method fails with grouped-query attention.
+- Embeddings and unembedding: by `tl_devicefix.weight_processing`, in place in a working copy. They
+  are the largest components, and `ProcessWeights` would need memory for a second copy.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def enable_compatibility_mode(
         )
     hf_config: Any = getattr(self.original_model, "config", None)
     name = str(self.cfg.model_name)
-    # Weights that are processed stay so, whatever the arguments; and "ignore" checks nothing.
+    # Keep an earlier warning if this call neither processes the weights again nor checks them.
     stays = self._weights_processed or chosen_action(on_mismatch) == "ignore"
     earlier = vars(self).get("numbers_warning") if stays else None
     warning = check_bridge_numbers(hf_config, name, on_mismatch, arguments)
@@ -197,7 +197,7 @@ So a value bias adds a constant, and can be folded.
 
 
 def _part_preventing_fold(bridge: TransformerBridge) -> str | None:
-    """Return the part of attention that keeps value biases from being folded; None if none does."""
+    """Return the part of attention that rules out folding value biases; None if none does."""
     block: Any
     for name, block in bridge_components(bridge):
         attention = block._modules.get("attn")
@@ -214,7 +214,7 @@ def _part_preventing_fold(bridge: TransformerBridge) -> str | None:
         for path, parameter in attention.original_component.named_parameters():
             if id(parameter) not in known_ids:  # such as sinks
                 return path
-        # Queries wider than z hold a gate too: without one, both have n_heads * d_head.
+        # W_Q and W_O have n_heads * d_head * d_model elements; a larger W_Q also computes a gate.
         if parts["q"].weight.numel() > parts["o"].weight.numel():
             return "a gate in its query projection"
     return None
@@ -227,7 +227,7 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
         with naming_full_devices(bridge, placement_of(bridge), unit.name):
             _process_unit(bridge, unit, processing)
 
-    todo = []  # no units of other hosts: their weights have no values here
+    todo = []  # without other hosts' units, whose weights have no values here
     for unit in units(bridge):
         if not any(w.is_meta or isinstance(w, TensorElsewhere) for w in unit.weights.values()):
             todo.append(unit)
@@ -238,18 +238,18 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
         each_on_its_device(process, todo[-1:], devices[-1:], progress.update)
     bridge.adapter.postprocess_weights(bridge)
     if (placement := placement_of(bridge)) is not None:
-        pin(bridge, placement)  # again: processing replaced the tensors
+        pin(bridge, placement)  # pin again: processing replaced the tensors
     bridge._weights_processed = True
 
 
 def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing) -> None:
     originals, device = unit.weights, _device_of_unit(bridge, unit)
-    unit.weights = {}  # so that old weights are freed, although the caller keeps the unit
+    unit.weights = {}  # the caller keeps the unit, which would keep the old weights
     if not originals:
         return
     block = _BLOCK if unit.name.startswith("blocks.") else f"{unit.name}."
     with torch.no_grad():
-        # Rename any block to block 0: ProcessWeights gets only this one.
+        # Rename the block to block 0, the only one that ProcessWeights gets.
         named = {name.replace(f"{unit.name}.", block, 1): originals[name] for name in originals}
         processed = WorkingCopies(named, device, working_dtype(named, torch.float32))
         if unit.name in ("embed", "pos_embed"):
@@ -265,7 +265,7 @@ def _process_unit(bridge: TransformerBridge, unit: Unit, processing: Processing)
 
 
 def _device_of_unit(bridge: TransformerBridge, unit: Unit) -> torch.device:
-    """Return the device to process a unit on: its own, or if offloaded, the one that runs it."""
+    """Return the device to process a unit on: the one that runs it, also if it is offloaded."""
     placement = placement_of(bridge)
     if placement is not None and unit.weights:
         return placement.device_for(unit.name)
@@ -279,7 +279,7 @@ def _assign_processed(unit: Unit, originals: Weights, processed: WorkingCopies) 
         name, tensor = named, dict.pop(processed, named)
         if unit.name.startswith("blocks."):
             name = named.replace(_BLOCK, f"{unit.name}.", 1)
-        if name not in originals:  # a bias that folding made gets its weight's dtype and device
+        if name not in originals:  # a bias that folding added: dtype and device of its weight
             weight = f"{name.rpartition('.')[0]}.weight"
             component, within = unit.places[weight]
             unit.places[name] = component, f"{within.rpartition('.')[0]}.bias".lstrip(".")
@@ -296,9 +296,9 @@ def _assign_processed(unit: Unit, originals: Weights, processed: WorkingCopies) 
 def _fold_into_batched_experts(bridge: TransformerBridge, unit: Unit) -> None:
     """Fold a block's ln2 into experts that are stacked in one parameter."""
     kind, _, index = unit.name.partition(".")
-    # Earlier blocks are None: TransformerLens's method reads every block that it finds.
+    # TransformerLens's method skips None. The block keeps its index, which a warning names.
     blocks = [None] * int(index) + [unit.components[unit.name]]
-    # This stands in for the Bridge, whose own list has all blocks.
+    # `only` stands in for the Bridge, whose own list has all blocks.
     only = SimpleNamespace(adapter=bridge.adapter, cfg=bridge.cfg, **{kind: blocks})
     fold: Callable[[Any], None] = type(bridge)._fold_layer_norms_into_batched_experts
     fold(only)
@@ -314,10 +314,10 @@ class Processing:
     def __init__(self, requested: Steps, bridge: TransformerBridge) -> None:
         self.requested, self.cfg, self.adapter = requested, bridge.cfg, bridge.adapter
         self.steps = _applicable(requested, bridge)
-        """The steps that TransformerLens would take for this model."""
+        """The requested steps that TransformerLens would apply to this model."""
 
     def process_block(self, weights: Weights, block: Any) -> None:
-        """Process any block's weights in place. Their names begin with "blocks.0."."""
+        """Process a block's weights in place. Their names begin with "blocks.0." for any block."""
         steps, adapter, cfg = self.steps, self.adapter, copy.copy(self.cfg)
         cfg.n_layers = 1
         self._preprocess(weights)
@@ -354,7 +354,7 @@ class Processing:
         if "unembed.weight" not in weights:
             return
         folds_bias = uses_layer_norm(self.cfg) and not getattr(self.cfg, "final_rms", False)
-        # `.T` is a view, so steps in place on `head` change `weights` too.
+        # `.T` is a view: in-place steps on `head` change `weights` too.
         head = {"unembed.W_U": weights["unembed.weight"].T}  # [d_model, d_vocab]
         if "unembed.bias" in weights:
             head["unembed.b_U"] = weights["unembed.bias"]
@@ -375,7 +375,7 @@ class Processing:
                 weights["ln_final.bias"].zero_()
 
     def _preprocess(self, weights: Weights) -> None:
-        self.adapter._fold_ln_requested = self.requested.fold_ln  # read by adapters that fold
+        self.adapter._fold_ln_requested = self.requested.fold_ln  # Phi-3's adapter reads it
         preprocessed = self.adapter.preprocess_weights(weights)
         if preprocessed is not weights:
             for name in weights.keys() - preprocessed.keys():
@@ -385,7 +385,7 @@ class Processing:
 
 
 def _applicable(steps: Steps, bridge: TransformerBridge) -> Steps:
-    """Return the steps that TransformerLens would take for this model, and warn as it does."""
+    """Return the steps that TransformerLens would apply to this model, and warn as it does."""
     cfg, adapter = bridge.cfg, bridge.adapter
     for name in ("fold_ln", "center_writing_weights"):
         if getattr(steps, name) and not getattr(adapter, f"supports_{name}", True):
@@ -401,7 +401,7 @@ def _applicable(steps: Steps, bridge: TransformerBridge) -> Steps:
 
 
 def _fold_value_biases(weights: Weights, cfg: TransformerBridgeConfig, output: nn.Module) -> None:
-    """Fold value biases into b_O; TransformerLens's method fails for grouped heads.
+    """Fold value biases into b_O; TransformerLens's method fails with grouped-query attention.
 
     Args:
         weights: the block's weights; b_O is added if missing.

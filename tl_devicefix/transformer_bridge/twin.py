@@ -1,8 +1,8 @@
 """The check of a TransformerBridge on a tiny model: see `tl_devicefix/twin.py`.
 
-A Bridge computes attention, norms and activations partly itself, by its own config, so it can be
-wrong as booted, and once its weights are processed. The tiny Bridge runs with and without hooks on
-its patterns.
+A Bridge computes parts of attention, norms and activations itself, from its own config. So it can
+be wrong as booted, or only once its weights are processed. The tiny Bridge runs with and without
+hooks on its patterns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tl_devicefix.transformer_bridge.components import adapter_for, hf_model_cla
 from tl_devicefix.twin import OnMismatch, Twin, check_numbers
 
 EXTRA_PARTS = "_tl_devicefix_extra_parts"
-"""The attribute of a Bridge: the parts of its `hf_model` that its config does not describe."""
+"""A Bridge's attribute with the parts of its `hf_model` that its config does not describe."""
 
 
 def check_bridge_numbers(

@@ -73,14 +73,14 @@ class _Unwrapping:
                 _check_wrapper(module)
             if applies_dropout(module):  # the Bridge draws random numbers in another order
                 raise NotPlain("it applies dropout in training")
-        self._wrapped: set[int] = set()  # ids of wrapped modules that are used
+        self._wrapped: set[int] = set()  # ids of the wrapped modules that were reached
         self.layer = self._replacement(block)
         attach_parts(block, self.layer)
         used = self._wrapped.union(map(id, self.layer.modules()), self._replacements)
         for module in block.modules():
             own = module.original_component if is_wrapper(module) else None
             if own is not None and id(own) not in used:
-                raise NotPlain(f"a {type(module).__name__} wraps a module that its layer lacks")
+                raise NotPlain(f"a {type(module).__name__} wraps a module outside the layer")
 
     def _replacement(self, module: nn.Module) -> nn.Module:
         while is_wrapper(module):
@@ -115,7 +115,8 @@ class _Unwrapping:
             for name, child in module._modules.items()
         }
         attributes.update(attributes["_modules"])  # faster than `__getattr__`
-        if id(module) in self._by_sdpa:  # a copy: other modules share the config
+        if id(module) in self._by_sdpa:
+            # Copy the config, which other modules share.
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
         return copied
@@ -186,7 +187,7 @@ def _scale_of(wrapper: GeneralizedComponent) -> float:
 
 @functools.cache
 def _copy_class(kind: Any) -> Any:
-    # Class attributes that a module may override (`gradient_checkpointing`) are read from it.
+    # A module may override a class attribute (`gradient_checkpointing`): read it from the module.
     values: dict[str, Any] = {
         name: property(operator.attrgetter(f"_copy_of.{name}"))
         for name in set(dir(kind)).difference(dir(nn.Module))
@@ -207,7 +208,7 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
         if name in wrapper._hook_registry and type(child) is not HookPoint:
             raise NotPlain(f"its {name} is a {type(child).__name__}, not a HookPoint")
     if not all(is_wrapper(wrapper._modules.get(name)) for name in wrapper.submodules):
-        raise NotPlain(f"a component of a {kind.__name__} is another module")
+        raise NotPlain(f"a component of a {kind.__name__} is no wrapper of the Bridge")
     own = wrapper.original_component
     if own is not None and getattr(wrapper, "_use_processed_weights", False):
         parts = (part for part in own.children() if not is_wrapper(part))
@@ -216,7 +217,7 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
 
 
 def _computes_itself(wrapper: GeneralizedComponent) -> bool:
-    """Return True for the wrapper of a norm that computes the norm itself."""
+    """Return True if a wrapper computes its norm itself instead of calling the wrapped norm."""
     if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
     folds = getattr(wrapper.config, "layer_norm_folding", False)
@@ -307,7 +308,7 @@ class _Joined(nn.Module):
 
 
 _orders: MutableMapping[object, dict[object, torch.Tensor | None]] = WeakIdKeyDictionary()
-"""Orders by the Bridge's config: the split depends on its heads, which sizes do not show."""
+"""The orders for each Bridge config: the split depends on its number of heads, too."""
 
 
 @torch.inference_mode(False)  # later forwards may record gradients

@@ -30,7 +30,7 @@ class Slice:
     """Weights that the slice has in full; other slices may have them too."""
 
     def of(self, weights: Mapping[str, torch.Tensor], so_far: Weights) -> Weights:
-        """Return the slice's weights: views of the component's, and the sum of earlier slices."""
+        """Return the slice's weights: views of `weights`, and b_O (a sum of slices) of `so_far`."""
         # Before Python 3.12, a comprehension's frame in a traceback would keep tensors alive.
         views: Weights = {}
         for name, index in self.cut.items():
@@ -102,7 +102,7 @@ def _cut_evenly(
 
 
 def _experts(weights: Mapping[str, torch.Tensor]) -> Iterator[Slice]:
-    """Cut a mixture of experts into its experts; the router goes with the first."""
+    """Cut a mixture of experts into its experts; the first also gets the router and all else."""
     norm = tuple(name for name in weights if name.startswith("ln2."))
     by_expert: dict[str, list[str]] = {}
     first = []

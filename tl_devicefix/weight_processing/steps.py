@@ -170,10 +170,14 @@ def fold_value_biases_of_block(block: Weights) -> None:
 def refactor_attention_of_block(block: Weights) -> None:
     """Make the factors of one block's QK and OV orthogonal.
 
-    From the singular value decomposition `W_OV = U S Vh` come `W_V' = U S` and `W_O' = Vh`, and
-    `W_Q' = U sqrt(S)` and `W_K' = V sqrt(S)` from `W_QK`, with the query and key biases carried as
-    one more input dimension. This excludes rotary embeddings (QK depends on the positions) and
-    grouped-query attention. Matrices are [heads, d_model, d_head], W_O is [heads, d_head, d_model].
+    With singular value decompositions `U S Vh`:
+
+    - of `W_V W_O`: `W_V' = U S`, `W_O' = Vh`;
+    - of `W_Q W_K^T`: `W_Q' = U sqrt(S)`, `W_K' = V sqrt(S)`. The query and key biases are one more
+      row of W_Q and W_K, for an input of 1.
+
+    Rotary embeddings (QK depends on the positions) and grouped-query attention are excluded.
+    Matrices are [heads, d_model, d_head]; W_O is [heads, d_head, d_model].
     """
     # [heads, d_model + 1, d_head]
     W_Q = _with_bias_as_input(block["attn.W_Q"], block["attn.b_Q"])
