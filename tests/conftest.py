@@ -41,6 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "once: knows nothing of TransformerLens; by default, TransformerLens 3 alone runs it",
     ):
         config.addinivalue_line("markers", marker)
-    hands_out_tests = config.getoption("tx", None) and not hasattr(config, "workerinput")
-    if not hands_out_tests:
+    hands_out_tests = config.getoption("tx", None) and not config.option.collectonly
+    if hasattr(config, "workerinput") or not hands_out_tests:
         config.pluginmanager.import_plugin("shared_fixtures")

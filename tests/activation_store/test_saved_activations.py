@@ -198,6 +198,16 @@ def test_token_mask_leaves_tokens_out(on_one, batches, run):
 
 
 PATTERN = "blocks.1.attn.hook_pattern"
+
+
+@pytest.mark.once
+def test_a_transform_may_give_an_activation_its_tokens(on_one, batches, run):
+    options = {"transform": lambda pattern: pattern.mean(1)}  # [batch, head, query, key]
+    options["token_mask"] = lambda tokens: tokens % 3 != 0
+    result = run(on_one("llama"), batches[:1], PATTERN, **options)
+    assert len(result[PATTERN][0]) == (batches[0][0] % 3 != 0).sum()
+
+
 IDS = torch.arange(3, 12)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook"),

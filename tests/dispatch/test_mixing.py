@@ -110,10 +110,32 @@ def test_mix_devices_is_off_in_a_forward_but_for_users_code(model, at_home, monk
     assert calls(lambda: torch.ones(1) + 1) == 0
 
 
+class Mixing(torch.nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, *args, **kwargs):
+        return self.own(*args, **kwargs) + torch.zeros(1)
+
+
+@pytest.mark.parametrize("spread", [1, 4])
+def test_a_users_module_in_a_block_mixes_devices(spread, load, tokens):
+    model = load("gpt2", spread)
+    mlp = model.blocks[1].mlp
+    if hasattr(mlp, "set_original_component"):
+        mlp.set_original_component(Mixing(mlp.original_component))
+    else:
+        model.blocks[1].mlp = Mixing(mlp)
+        model.setup()
+    with tl_devicefix.mix_devices():
+        assert model(tokens.to(model.cfg.device)).isfinite().all()
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
     def hook(gradient):
-        seen.append((gradient * at_home).device)
+        seen.append((gradient * at_home * torch.ones(2)).device)
 
     seen = []
     at_home = torch.ones(2, device=device(0))

@@ -66,6 +66,15 @@ def test_moving_to_one_device_gathers_a_spread_model(move, kind, spread, load, r
     assert_runs(model, reference, tokens)
 
 
+@pytest.mark.hooked
+def test_a_split_model_moves_to_its_configs_device(load, machine, reference, tokens):
+    model = load("llama", 2)
+    model.cfg.device = "sim:2"
+    model.move_model_modules_to_device()
+    assert devices_of(model) == {"sim:2", "sim:3"}
+    assert_agrees(model(tokens), reference(tokens), machine.devices[2])
+
+
 @pytest.mark.parametrize("spread", [4, OFFLOADED])
 def test_dtype_change_moves_no_component(spread, load, on_one, tokens):
     model = load("llama", spread)

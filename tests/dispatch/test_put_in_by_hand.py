@@ -150,6 +150,27 @@ def test_tensors_put_into_an_offloaded_block_move_to_the_host(load, on_one, toke
         assert on == {where}
 
 
+@pytest.mark.hooked
+def test_attention_without_an_alibi_table_runs(load, machine, tokens):
+    class Zero(nn.Module):
+        def forward(self, query_input, *args, **kwargs):
+            return torch.zeros_like(query_input)
+
+    model = load("bloom", 2)
+    model.blocks[1].attn = Zero()
+    model.setup()
+    assert model(tokens).isfinite().all()
+
+
+@pytest.mark.hooked
+def test_a_model_without_its_last_blocks_runs(load, machine, tokens):
+    model = load("gpt2", 2)
+    expected = model(tokens, stop_at_layer=3)
+    model.blocks = model.blocks[:3]
+    model.setup()
+    assert_agrees(model(tokens, stop_at_layer=3), expected)
+
+
 def test_untouched_model_and_its_copy_warn_of_nothing(load, machine, tokens):
     model = load("llama")
     with no_warning():

@@ -1,6 +1,8 @@
 """A view of a model is the model, with hooks of its own: of either class, wherever it is."""
 
+import copy
 import gc
+import pickle
 import types
 import weakref
 from collections import OrderedDict
@@ -271,6 +273,13 @@ def state_of(model):
             value = list(value) if isinstance(value, (list, set)) else value
             state[f"{name}: {attribute}"] = value
     return state
+
+
+def test_a_views_tokenizer_is_copied_and_pickled_as_the_models(model):
+    own = view_of(model).model.tokenizer
+    for copied in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+        assert type(copied) is type(model.tokenizer) is not type(own)
+        assert copied(["t1 t2"])["input_ids"] == own(["t1 t2"])["input_ids"]
 
 
 @with_offloaded

@@ -115,6 +115,7 @@ def test_tensors_that_a_subclass_adds_keep_their_values_at_home(checkpoints, mac
     assert added == {model.placement.home}
     assert (model.scale.tolist(), model.seen.tolist()) == ([3.0, 3.0], [0, 1, 2])
     assert not model.probe.weight.is_meta
+    assert model.fold_layer_norm(model.state_dict())["scale"].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(

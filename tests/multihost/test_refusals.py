@@ -292,6 +292,14 @@ def test_pytorch_checkpoints_are_compared_to_their_ends(tmp_path):
     assert "pytorch_model.bin of the same size" in told
 
 
+@pytest.mark.once
+def test_a_checkpoint_file_without_a_header_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=rf"{WEIGHTS} is damaged or incomplete"):
+        files_of(str(tmp_path), {})
+
+
 def changed(change, file):
     return lambda directory: (directory / file).write_bytes(change((directory / file).read_bytes()))
 

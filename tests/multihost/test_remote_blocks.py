@@ -12,6 +12,8 @@ import torch
 from hf_models import padded as mask_of
 from torch.utils._pytree import tree_leaves
 
+from tl_devicefix.multihost.worker import settings
+
 POINTS = ["hook_resid_pre", "hook_resid_post", "ln1.hook_scale", "mlp.hook_post"]
 POINTS += ["attn.hook_z", "attn.hook_pattern"]
 
@@ -168,3 +170,21 @@ def test_consecutive_remote_blocks_and_their_cache_take_one_call(spread, host, t
     assert host.calls == ["begin"]
     cache["resid_pre", 3]
     assert host.calls == ["begin", "fetch"]
+
+
+@pytest.mark.bridge
+def test_a_mask_of_pairs_of_tokens_is_sent(alone, spread, tokens):
+    n = tokens.shape[1]
+    mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+    expected = alone("llama")(tokens, attention_mask=mask)
+    torch.testing.assert_close(spread("llama")(tokens, attention_mask=mask) * 1, expected)
+
+
+@pytest.mark.once
+def test_settings_by_torchs_newer_interface_are_sent():
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        assert "tf32" in settings()
+    finally:
+        matmul.fp32_precision = before

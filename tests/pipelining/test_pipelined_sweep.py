@@ -214,6 +214,7 @@ WITHOUT_HOOKS = {
     r"run 0 is a tuple \(name, function\): put it into a list, \[\[\(": (MLP_OUT, print),
     rf"but has \(<built-in function print>, '{MLP_OUT}'\) in \[\(": [(print, MLP_OUT)],
     rf"but has 'b' in '{MLP_OUT}'": MLP_OUT,
+    "but has <built-in function print> in <": print,
 }
 
 

@@ -11,6 +11,8 @@ from parameters import in_turn
 
 import tl_devicefix
 from tl_devicefix import Placement, plan
+from tl_devicefix.placement.balance import balanced, fits, shares
+from tl_devicefix.placement.placement import ComponentSize
 
 pytestmark = pytest.mark.hooked
 
@@ -51,6 +53,20 @@ def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
         [end - start for start, end in zip((0, *cut), (*cut, n_layers), strict=True)]
         for cut in cuts
     ]
+
+
+def test_a_device_without_a_limit_takes_what_the_others_cannot():
+    sizes = [ComponentSize("embed", 1), *(ComponentSize(f"blocks.{i}", 10) for i in range(60))]
+    counts = balanced(sizes, [None, 240])
+    assert fits(sizes, counts, [None, 240])
+    assert sum(counts) == 60
+
+
+def test_blocks_of_another_host_are_not_offloaded():
+    sizes = [ComponentSize("embed", 1), *(ComponentSize(f"blocks.{i}", 10) for i in range(6))]
+    here, there = shares(sizes, [41, 20], [True, False])
+    assert (here.blocks, there.blocks) == (4, 2)
+    assert shares(sizes, [41, 10], [True, False])[1].offloaded == frozenset()
 
 
 FREE = [[3, 10], [10, 3], [5, 5, 5], [24, 80, 80], [80, 24, 48], [9, 3, 6, 2], [7, 7, 7, 8]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from by_name import CONFIG
 
 from tl_devicefix import dry_run, estimate, plan
@@ -56,6 +57,7 @@ if has_hooked_transformer():
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
         (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is a model, .*: pass model.cfg"),
         (lambda: plan(CFG, max_memory={0: 20}), r"y\[0\] is 20 bytes: did you mean '20GiB'\?"),
+        (lambda: estimate(transformers.MambaConfig(), n_ctx=64), "^n_ctx=64 cannot be applied"),
         (lambda: plan(CFG, max_memory=20), r"^max_memory is 20 bytes: did you mean '20GiB'\?"),
     ]
 else:

@@ -193,6 +193,9 @@ def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tok
     directory = str(save_checkpoint(hf_model, tokenizer, tmp_path))
     bridge = TransformerBridge.boot_transformers(directory, n_devices=2)
     assert tl_devicefix.check(bridge)
+    bridge.decoder_pos_embed.original_component.to(machine.devices[0])
+    assert not tl_devicefix.check(bridge)
+    assert tl_devicefix.check(bridge, repair=True)
     with torch.no_grad():
         decoder_tokens = torch.zeros(2, 3, dtype=torch.long)
         expected = hf_model(tokens, decoder_input_ids=decoder_tokens).logits

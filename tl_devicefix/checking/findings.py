@@ -79,21 +79,31 @@ def _attached_modules(model: Model) -> dict[nn.Module, str]:
 def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
     """Yield the tensors of a model, without those of attached modules, which users place."""
     placement = placement_of(model)
-    # A Bridge's component within another one has no place of its own: see `layout_of`.
-    components = getattr(model, "real_components", {}) if placement is not None else {}
-    nested = {name for name, (_, part) in components.items() if isinstance(part, nn.Module)}
-    nested -= placement.device_map.keys() if placement is not None else set()
     for path, module in named_modules(model):
-        if module in attached or path.partition(".")[0] in nested:
+        if module in attached:
             continue
         for name, value, is_weight in held_tensors(module):
             if placement is None:
                 device = resolve(model.cfg.device)
             else:
-                device = placement.device_for(join_path(path, name), is_weight)
+                place = _in_placement(model, join_path(path, name))
+                device = placement.device_for(place, is_weight)
                 if is_elsewhere(device):  # a TensorElsewhere's `device` is home
                     device = placement.home
             yield PlacedTensor(path, name, module, value, is_weight, device)
+
+
+def _in_placement(model: Model, name: str) -> str:
+    """Return a tensor's name; for a Bridge's component within a block, that of the block."""
+    # See `layout_of`: T5's position biases, for example, lie in its first block.
+    components: dict[str, tuple[str, object]] = getattr(model, "real_components", {})
+    part, _, rest = name.partition(".")
+    own, component = components.get(part, ("", None))
+    for other, (path, blocks) in components.items() if isinstance(component, nn.Module) else ():
+        index, _, within = own.removeprefix(f"{path}.").partition(".")
+        if isinstance(blocks, list) and own.startswith(f"{path}.") and within:
+            return f"{other}.{index}.{rest}"
+    return name
 
 
 def bring_back(model: Model) -> None:

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformer_lens.hook_points import HookPoint, LensHandle
 
+from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.offload.prefetch import drop_prefetched
 from tl_devicefix.placement.devices import module_with_streams
 from tl_devicefix.placement.elsewhere import is_elsewhere
@@ -411,3 +412,18 @@ def moving_to(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return `Run.moving_to` of this thread's run; outside of runs, an empty context."""
     run = current_run()
     return contextlib.nullcontext() if run is None else run.moving_to(device)
+
+
+encoding = threading.RLock()
+"""Held while a text is encoded: a call sets the padding of the Rust tokenizer, which a model and
+its views share. It is reentrant: `to_str_tokens` calls `to_tokens`."""
+
+_ONE_AT_A_TIME = "texts are encoded one at a time, in runs in flight and beside them"
+
+
+@patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
+@patches("TransformerBridge", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)
+def encode_in_turn(original: Callable[..., T], *args: object, **kwargs: object) -> T:
+    """Wrap a method that encodes texts, and sets the padding side of the model's tokenizer."""
+    with encoding:
+        return original(*args, **kwargs)

@@ -20,7 +20,6 @@ import copy
 import functools
 import gc
 import itertools
-import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -36,6 +35,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.around import AroundForward
 from tl_devicefix.dispatch.naming import each_module
+from tl_devicefix.dispatch.scheduler import encoding
 from tl_devicefix.dispatch.user_modules import WATCH, Watch
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.fusing.listening import HOOKS, IN_VIEW, count_assignment, count_hook
@@ -68,7 +68,8 @@ class View(Generic[Module]):
         self.is_captured = builder.is_captured
         self._tokenizers: list[tuple[object, dict[str, object]]] = []
         for name in ("tokenizer", "_tokenizer"):  # of a HookedTransformer; of a Bridge
-            if (tokenizer := vars(self.model).get(name)) is not None:
+            tokenizer = vars(self.model).get(name)
+            if getattr(tokenizer, "is_fast", False):  # others share nothing
                 own = vars(self.model)[name] = copy.copy(tokenizer)
                 kind: type = type(tokenizer)
                 own.__class__ = _encoding_in_turn(kind)
@@ -149,26 +150,26 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-# Reentrant: encoding one text calls the method for several.
-_encoding = threading.RLock()
-
-
 @functools.lru_cache
 def _encoding_in_turn(kind: type) -> type:
-    """Return a subclass of a tokenizer's class; only one object of it encodes at a time.
-
-    Copies of a tokenizer share the Rust tokenizer, and each call sets its padding.
-    """
+    """Return a subclass of a tokenizer's class that encodes texts while it holds the lock."""
 
     def in_turn(name: str) -> Callable[..., object]:
         def encode(self: object, *args: object, **kwargs: object) -> object:
-            with _encoding:
+            with encoding:
                 return getattr(kind, name)(self, *args, **kwargs)
 
         return encode
 
+    def reduce(self: object) -> tuple[object, ...]:
+        # Copies and pickles do not belong to the view.
+        plain: object = object.__new__(kind)
+        vars(plain).update(vars(self))
+        return copy.copy, (plain,)
+
     methods = filter(functools.partial(hasattr, kind), ("_encode_plus", "_batch_encode_plus"))
-    return type(kind.__name__, (kind,), {name: in_turn(name) for name in methods})
+    own = {name: in_turn(name) for name in methods}
+    return type(kind.__name__, (kind,), {**own, "__reduce__": reduce})
 
 
 class _State:

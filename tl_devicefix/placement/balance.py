@@ -74,8 +74,9 @@ def _least_full(sizes: Sequence[ComponentSize], rooms: Rooms, at_least: int) -> 
     # With equal numbers of blocks, the fullest device is this full: no device need be fuller.
     ends = [len(blocks) * n // n_used for n in range(n_used + 1)]
     enough = max(map(fullness, range(n_used), ends, ends[1:]))
-    smallest = max(min(blocks, default=1), 1)
-    at_most = [int(enough * divisor) // smallest + 1 for divisor in divisors]
+    at_most = None
+    if smallest := min(blocks, default=0):
+        at_most = [int(enough * divisor) // smallest + 1 for divisor in divisors]
 
     def extend(
         fullest: tuple[float, ...], position: int, start: int, end: int, best: tuple[float, ...]

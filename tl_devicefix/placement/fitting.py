@@ -123,7 +123,7 @@ def _out_of_memory(
 ) -> torch.OutOfMemoryError:
     # A full host raises a plain RuntimeError, so the error's type shows which memory is full.
     on_device = isinstance(error, torch.OutOfMemoryError)
-    device = placement.device_of(unit) if on_device else placement.stored_on(unit)
+    device = placement.device_for(unit, is_weight=not on_device)
     tensors = (*model.parameters(), *model.buffers())
     held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
     # Keep three sentences: torch goes on with advice on its allocator.

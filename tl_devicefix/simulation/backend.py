@@ -186,7 +186,7 @@ _IN_LOWER_PRECISION = (
 )
 _IN_FLOAT32 = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy_loss", "nll_loss"),
-    *("kl_div", "huber_loss", "l1_loss", "mse_loss", "smooth_l1_loss", "cdist", "prod"),
+    *("kl_div", "huber_loss", "l1_loss", "mse_loss", "smooth_l1_loss", "cdist"),
 )
 _IN_THE_WIDEST = ("cat", "stack")
 _AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
