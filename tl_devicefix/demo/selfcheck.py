@@ -127,7 +127,7 @@ def _check_streams(device: torch.device) -> bool:
     read_late.register_hook(keep_busy)
     ((read_late * weight).sum() + read_last.sum()).backward()
     assert x.grad is not None
-    # d/dx of 2 x * 5 + 3 x; less where zeros were written before the gradient was read
+    # d/dx of 2 x * 5 + 3 x. Where zeros were written before a gradient was read, x.grad is smaller.
     wrong = int((x.grad != 2 * 5 + 3).sum())
     print(f"gradients between streams of {device}: " + ("ok" if wrong == 0 else f"{wrong} WRONG"))
     return wrong == 0

@@ -62,7 +62,7 @@ class CarryTo(Around):
             with moving_to(self.device):
                 return args, kwargs
         if args:
-            # Fetch a remote value before `moving_to`: that may run remote blocks and their hooks.
+            # Fetch a remote value first: that may run remote blocks and their hooks.
             args = (plain(args[0]), *args[1:])
         with moving_to(self.device):
             # A Bridge's `start_at_layer` sets the stream on every block; one of them reads it.
@@ -215,8 +215,8 @@ class SkipBlock(Around):
     """Returns a known output instead of running the first blocks, in one forward.
 
     Attributes:
-        is_over: True once the last skipped block has returned the output. A forward that a later
-            hook starts runs all blocks.
+        is_over: True once the last skipped block has returned the output. If a later hook
+            starts another forward, that one runs all blocks.
     """
 
     is_over = True

@@ -51,8 +51,8 @@ class DeviceQueue:
 
     Attributes:
         python_turn: the lock that a run holds while it holds a device of this host. torch releases
-            the GIL at each operation; if threads switch there, runs take twice as long as if each
-            first runs all blocks of a device.
+            the GIL at each operation. Runs whose threads switch there take twice as long as runs
+            that switch only at the end of a device's blocks.
     """
 
     def __init__(self) -> None:
@@ -418,7 +418,7 @@ encoding = threading.RLock()
 """Held while a text is encoded: a call sets the padding of the Rust tokenizer, which a model and
 its views share. It is reentrant: `to_str_tokens` calls `to_tokens`."""
 
-_ONE_AT_A_TIME = "texts are encoded one at a time, in runs in flight and beside them"
+_ONE_AT_A_TIME = "texts are encoded one at a time, by runs in flight and by other code"
 
 
 @patches("HookedTransformer", "to_tokens", "to_str_tokens", takes="self input", why=_ONE_AT_A_TIME)

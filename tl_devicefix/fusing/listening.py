@@ -41,7 +41,7 @@ def records(hook: object) -> bool:
 _assignments = count(1)  # `next` is atomic, `+= 1` is not
 _n_assigned = 0
 _watched: WeakSet[nn.Module] = WeakSet()
-"""The modules of all fused blocks. Assignments within others count only in a run's view."""
+"""The modules of all fused blocks. Assigning to another module counts only in a run's view."""
 
 
 def _count(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -73,7 +73,8 @@ point's `__dict__`."""
 def note_hook(module: nn.Module) -> None:
     """Note where a hook was just added, so that other blocks need not look for it."""
     number = RemovableHandle.next_id - 1
-    if any(number in hooks for hooks in hooks_of(vars(module))):  # or another thread added one
+    # If the number is not there, another thread has added a hook since, and nothing is noted.
+    if any(number in hooks for hooks in hooks_of(vars(module))):
         _noted[number % _N_NOTED] = number, id(vars(module))
 
 
