@@ -190,7 +190,8 @@ def test_peak_is_reported_with_the_module_of_its_thread():
         thread = threading.Thread(target=lambda: model.embed(TOKENS.to(home)))
         model.embed.register_forward_pre_hook(wait)
         model.blocks[1].register_forward_pre_hook(allocate)
-        forward(model)
+        with torch.no_grad():
+            model(TOKENS.to(home))
         thread.join()
 
     dry = dry_run("gpt2", job, **FOUR_LAYERS)
