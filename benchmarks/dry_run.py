@@ -3,7 +3,7 @@
     python benchmarks/dry_run.py [--model meta-llama/Llama-3.1-405B] [--n-devices 16]
 
 Each job is run dry in a process of its own, whose imports count. Memory is the peak of what is not
-mapped from files, most of which is torch itself. Linux only.
+mapped from files; torch itself takes most of it. Linux only.
 """
 
 from __future__ import annotations

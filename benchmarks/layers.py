@@ -168,7 +168,7 @@ def call(operation: str, way: Way) -> Callable[[], Any] | None:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each call in each round; TransformerLens's run without patches."""
+    """Return the CPU seconds of each call in each round; TransformerLens's calls are unpatched."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.freeze()  # collections then skip the models that are not in use
@@ -182,7 +182,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list
 def least(run: Callable[[], Any]) -> float:
     """Return the CPU seconds of a call; it is repeated for 50 ms, and the least counts.
 
-    Enabling and disabling the patches empties Python's attribute caches.
+    The first is slow: switching the patches on or off empties Python's attribute caches.
     """
     took: list[float] = []
     while sum(took) < 0.05:
@@ -259,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", nargs="+", type=int, default=[10, 40, 80])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="operations that contain one")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only if the name has one")
     arguments = begin(parser)
     with torch.no_grad():
         found = measure(arguments)

@@ -8,8 +8,8 @@ and by transformers, each decoder layer under accelerate's `cpu_offload`. The re
 device. Their forwards alternate in one process, so that noise on the machine hits both. The floor
 is the bytes of all blocks, divided by the rate at which a block's pinned weights are copied to the
 device in the same rounds: no forward that copies each weight once can be faster. If the device has
-room for the whole model, a forward with nothing offloaded is timed too. No overlap can make the
-offloaded forward faster than the longer of that forward and the floor.
+room for the whole model, a forward with nothing offloaded is timed too. Even if copies and
+computation overlap perfectly, the offloaded forward takes the longer of that time and the floor.
 
 Without a GPU it says so. `--device sim --size tiny` runs it on a simulated device, which shows that
 it works; the times mean nothing there, and accelerate offloads nothing.
@@ -44,7 +44,7 @@ SIZES = {
 
 
 def make_checkpoint(directory: Path, size: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Save a Llama with random weights, made on the device where that is real."""
+    """Save a Llama with random weights, made on the device if it is a real one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tl_devicefix.demo.demo import CHECKPOINT

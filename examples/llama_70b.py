@@ -9,8 +9,8 @@ prompts into the corrupted ones, before every block, at every position. `--shipp
 with the small checkpoint that ships with the package, on simulated devices if there are no GPUs:
 try your changes so, before you queue. `llama_70b.sbatch`, beside this file, is for SLURM.
 
-What it does is printed step by step, and is the same at each run. The first thing that is wrong
-ends the job with one sentence, before anything expensive if it can be known by then.
+What it does is printed step by step, and is the same at each run. The first fault ends the job with
+one sentence. Faults that can be known early are looked for before anything expensive runs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def arguments() -> argparse.Namespace:
 
 
 def step(number: int, text: str) -> None:
-    """Say what comes next, at once also where the output goes to a file."""
+    """Print what comes next, and flush, so that it shows at once in a file too."""
     print(f"\n[{number}/6] {text}", flush=True)
 
 
@@ -132,12 +132,12 @@ def load(options: argparse.Namespace) -> Any:
     """Load the model across the devices, folded and checked."""
     step(3, "load")
     dtype = getattr(torch, options.dtype)
-    with contextlib.redirect_stdout(io.StringIO()):  # where from is said already
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the checkpoint, as step 1 does
         model = load_model(options.model, options.n_devices, dtype)
     print(model.placement)
     report = tl_devicefix.check(model)
     if not report:
-        raise SystemExit(f"the model is not what was loaded:\n{report}")
+        raise SystemExit(f"the loaded model has faults:\n{report}")
     return model
 
 
@@ -188,7 +188,7 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
     streams, labels = cache.accumulated_resid(apply_ln=True, pos_slice=-1, return_labels=True)
     lens = torch.stack([difference((stream @ model.W_U)[:, None]).mean() for stream in streams])
     first = int((lens > high.mean() / 2).int().argmax())
-    print(f"logit lens: half of it is there at {labels[first]}")
+    print(f"logit lens: half of the difference is reached at {labels[first]}")
 
     n_layers, length = model.cfg.n_layers, clean_tokens.shape[1]
     step(5, f"patch the residual stream: {n_layers} layers at {length} positions")
@@ -202,7 +202,7 @@ def run(model: Any, prompts: list[tuple[str, str, str, str]]) -> dict[str, torch
             recovered[layer, position] = ((patched - low) / (high - low)).mean()
         best = int(recovered[layer].argmax())
         device = model.placement.device_of(f"blocks.{layer}")
-        most = f"{recovered[layer, best]:.2f} of it comes back by position {best}"
+        most = f"{recovered[layer, best]:.2f} of the difference by patching position {best}"
         print(f"before layer {layer:2}, on {device}: {most}", flush=True)
     last = torch.stack([cache["resid_post", layer][:, -1] for layer in range(n_layers)])
     return {"recovered": recovered, "logit_lens": lens, "resid_post_at_the_end": last}

@@ -34,7 +34,7 @@ def table() -> tuple[Patch, ...]:
         UnsupportedTransformerLens: if the installed version is not supported.
     """
     check_version()
-    # Only now: these modules import names that an unsupported version may lack.
+    # Import these late: an unsupported version may lack names that they import.
     for module in (
         "dispatch.hook_names",
         "dispatch.mixing",
@@ -152,7 +152,7 @@ def _state() -> str:
 
 
 def _report_of_model(model: Model) -> ModelReport:
-    # Not at the top, as in `table`: these need a supported TransformerLens.
+    # Import these late, as in `table`: they need a supported TransformerLens.
     from tl_devicefix.adapters import adapter_of
     from tl_devicefix.dispatch.naming import by_shortest_name
     from tl_devicefix.fusing.fused import is_known_block, report_of

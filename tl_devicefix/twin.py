@@ -377,7 +377,10 @@ def extra_parts(hf_model: nn.Module) -> str:
             raise
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
         return ""
-    found, expected = set(_parts(live, live.model)), set(_parts(LiveWeights(made), made))
+    found, expected = (
+        set(_module_parts(live, live.model)),
+        set(_module_parts(LiveWeights(made), made)),
+    )
     frequencies = dict(_frequencies(made))
     extra = {str(path) for path, *_ in found ^ expected}.union(
         name
@@ -393,7 +396,9 @@ def extra_parts(hf_model: nn.Module) -> str:
     return f"another class, other parameters or numbers, a hook or a forward: {first}{more}"
 
 
-def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tuple[object, ...]]:
+def _module_parts(
+    live: LiveWeights, module: nn.Module, path: str = ""
+) -> Iterator[tuple[object, ...]]:
     """Yield each module's path without layer indices, and its traits that a converter ignores."""
     module = live.plain_module(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
@@ -413,7 +418,7 @@ def _parts(live: LiveWeights, module: nn.Module, path: str = "") -> Iterator[tup
     yield called, kind.__name__, own, runs_otherwise, *numbers
     for name, child in module._modules.items():
         if child is not None:
-            yield from _parts(live, child, f"{path}.{name}" if path else name)
+            yield from _module_parts(live, child, f"{path}.{name}" if path else name)
 
 
 def _frequencies(model: nn.Module) -> Iterator[tuple[str, Float[torch.Tensor, " frequency"]]]:

@@ -88,7 +88,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         for path, names in _CODE.findall(markdown):
             if missing := _missing(path, names):
                 _log.warning("%s names %s, which does not exist", source, missing)
-        if "--8 <" in markdown:  # a formatter has taken it for code
+        if "--8 <" in markdown:  # a formatter puts the space in
             _log.warning("%s has an inclusion that is misspelt: write --8<--", source)
     return _LINK.sub(on_the_site, _PLACE.sub(_full_name, markdown))
 

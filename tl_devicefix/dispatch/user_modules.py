@@ -96,7 +96,7 @@ class Watch:
     def __init__(self, is_own: IsOwn | None, warned_of: set[str] | None = None) -> None:
         self._is_own = is_own
         self._warned_of = set() if warned_of is None else warned_of
-        # Weak references: a replaced module has to be freed at once.
+        # Use weak references: a replaced module has to be freed at once.
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: tuple[list[int], list[torch.device]] | None = None
 

@@ -291,8 +291,8 @@ _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
 _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
-_PARTS = frozenset(("_parameters", "_buffers", "_modules"))
-_SHARED_IF_EMPTY = _OF_MODULES - _PARTS - {"_non_persistent_buffers_set", *HOOKS}
+_MODULE_DICTS = frozenset(("_parameters", "_buffers", "_modules"))
+_SHARED_IF_EMPTY = _OF_MODULES - _MODULE_DICTS - {"_non_persistent_buffers_set", *HOOKS}
 """Dicts of state-dict hooks, and of flags by a hook's number. With empty ones of its own, a view
 would have twice as many objects for the garbage collector to visit."""
 
@@ -380,7 +380,7 @@ class ViewBuilder:
             if value_kind in _CONTAINERS and _is_own(kind, name):
                 if value:
                     attributes[name] = self._own(value)
-                elif name in _PARTS and issubclass(kind, HookPoint):
+                elif name in _MODULE_DICTS and issubclass(kind, HookPoint):
                     attributes[name] = unnoted = dict[str, object]()
                     self.unnoted.append(unnoted)
                 elif name not in _SHARED_IF_EMPTY:

@@ -200,7 +200,7 @@ def _config_of_directory(
     """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}
-    # Read by the hub's name: the directory has no code of the checkpoint yet, only config.json.
+    # Read it by the hub's name: the directory has no code of the checkpoint yet, only config.json.
     trusted = kwargs.get("trust_remote_code", False)
     fetched = fetching if on_hub else {}
     hf_config = hf_config or read_config(called, trust_remote_code=trusted, **fetched)

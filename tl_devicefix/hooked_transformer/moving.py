@@ -81,21 +81,21 @@ def to(
     Raises:
         ValueError: if the device does not exist.
     """
-    to: Any = device_or_dtype
-    if isinstance(to, torch.dtype):
+    target: Any = device_or_dtype
+    if isinstance(target, torch.dtype):
         if print_details:
-            print("Changing model dtype to", to)
-        nn.Module.to(self, to)
-        self.cfg.dtype = to
-    elif isinstance(to, torch.device | str | int):
+            print("Changing model dtype to", target)
+        nn.Module.to(self, target)
+        self.cfg.dtype = target
+    elif isinstance(target, torch.device | str | int):
         home: Any = self.cfg.device  # typed as a str, but users also give an index
-        to = resolve_to_move(to, torch.device(home))
+        target = resolve_to_move(target, torch.device(home))
         if print_details:
-            print("Moving model to device: ", to)
-        nn.Module.to(self, to)
-        self.cfg.device = str(to)
+            print("Moving model to device: ", target)
+        nn.Module.to(self, target)
+        self.cfg.device = str(target)
     else:
-        nn.Module.to(self, to)
+        nn.Module.to(self, target)
     return self
 
 

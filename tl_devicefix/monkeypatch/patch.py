@@ -153,7 +153,7 @@ def named(name: str) -> Any:
     # In versions with a Bridge, importing `transformer_lens.utils` warns.
     for module_name in (*_MODULES, *(_OF_BRIDGE if has_bridge() else _OF_2)):
         if importlib.util.find_spec(module_name) is not None:
-            # Not getattr: TransformerLens 4 raises ImportError for names that it has dropped.
+            # Avoid getattr: TransformerLens 4 raises ImportError for names that it has dropped.
             attribute = vars(importlib.import_module(module_name)).get(name)
             if attribute is not None and not inspect.ismodule(attribute):
                 return attribute

@@ -133,7 +133,7 @@ def _other_nodes() -> list[tuple[str, dict[str, Any]]]:
     names = Counter(node["NodeManagerHostname"] for node in alive)
     others = [node for node in alive if node["NodeID"] != own]
     others = [node for node in others if node["Resources"].get("GPU")] or others
-    # Sorted, so that devices have the same numbers in each run.
+    # Sort them, so that devices have the same numbers in each run.
     others.sort(key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
     hostnames = [node["NodeManagerHostname"] for node in others]
     called = [h if names[h] == 1 else f"host{number}" for number, h in enumerate(hostnames, 1)]

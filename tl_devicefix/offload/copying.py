@@ -199,5 +199,5 @@ def _copied_again(
 ) -> torch.Tensor:
     """Copy a parameter to a device; return the view with this shape, strides and offset."""
     copy = torch.empty_like(host, device=device, requires_grad=False)
-    # A blocking copy: the parameter may be changed once backward has returned.
+    # The copy blocks: the parameter may be changed once backward has returned.
     return copy.copy_(_unchanged(host, version)).as_strided(*view)

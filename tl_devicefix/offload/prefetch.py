@@ -34,8 +34,8 @@ from tl_devicefix.placement.devices import CPU, module_with_streams
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
-# Held while parameters are swapped or copied: several threads may run one model.
 _swapping = threading.RLock()
+"""The lock for swapping and copying parameters: several threads may run one model."""
 
 
 def offload_blocks(model: Model, placement: Placement) -> None:

@@ -210,7 +210,7 @@ def _pipelined(
     free = [(view, Streams())]  # views without a run, except those of cancelled runs
     with checking_at_end(lambda: _refuse_settings(made)), contextlib.ExitStack() as within:
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
-        # Called before the pool waits for its threads, which may wait in the queue.
+        # End the queue before the pool waits for its threads, which may wait in the queue.
         within.callback(queue.end)
         weights, hooks = WeightsSnapshot(model), HooksSnapshot(model.hook_dict)
         runs, starts = deque[Future[Result]](), _starting(start, items)

@@ -15,7 +15,7 @@ from tl_devicefix.placement.placement import Placement
 
 Value = TypeVar("Value")
 _chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
-# Keyed by id, since two placements may be equal; oldest first.
+# Keys are ids, since two placements may be equal. The oldest comes first.
 _in_use: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
 

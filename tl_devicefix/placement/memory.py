@@ -93,19 +93,19 @@ def gib(size: float) -> str:
     return f"{size / 2**10:.1f} KiB" if abs(size) >= 2**10 else f"{size:.0f} bytes"
 
 
-def format_table(rows: Sequence[Sequence[str]], align: str) -> str:
+def format_table(rows: Sequence[Sequence[str]], sides: str) -> str:
     """Format rows as lines, with each column as wide as its widest cell.
 
     Args:
         rows: the cells of each row; the first row has the headings.
-        align: "<" or ">" for each column; the last one also applies to all further columns.
+        sides: "<" or ">" for each column; the last one also applies to all further columns.
 
     >>> print(format_table([("device", "held"), ("cuda:0", "9.00 GiB")], "<>"))
     device      held
     cuda:0  9.00 GiB
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = align.ljust(len(widths), align[-1])
+    sides = sides.ljust(len(widths), sides[-1])
     lines = (
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths))
         for row in rows

@@ -100,7 +100,7 @@ class Machine:
     def __init__(self, capacities: Sequence[int], executor: CpuExecutor) -> None:
         self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(capacities))]
         self.executor = executor
-        # Called with a device's index at each new peak of its memory.
+        # It is called with a device's index at each new peak of its memory.
         self.on_peak: Callable[[int], None] | None = None
         self.transfers = Transfers()
         self.current = _CurrentDevice()

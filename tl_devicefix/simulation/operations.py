@@ -33,17 +33,17 @@ def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
     machine = allocation.machine
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None) or allocation.device
-    to = None  # the host
+    index = None  # the host
     if target.type == DEVICE_TYPE:
         if not machine.is_open:
             raise left_error(allocation.device)
         target = machine.devices[machine.index_of(target)]
-        to = target.index
+        index = target.index
     elif target.type != "cpu":  # such as "meta", to which nothing is transferred
         return func(source._cpu, **kwargs, device=target)
-    result = machine.executor.run(func, (source._cpu,), kwargs, to)
+    result = machine.executor.run(func, (source._cpu,), kwargs, index)
     machine.record_transfer(allocation.device, target, result)
-    return result if to is None else wrap(result, machine, target)
+    return result if index is None else wrap(result, machine, target)
 
 
 def copy_into(
@@ -52,9 +52,9 @@ def copy_into(
     """Copy in place between two devices, at least one of them simulated; record the transfer."""
     simulated: list[SimTensor] = []
     cpu_target, cpu_source = (unwrap(tensor, simulated, []) for tensor in (target, source))
-    to = target.device.index if type(target) is SimTensor else None
+    index = target.device.index if type(target) is SimTensor else None
     machine = simulated[0]._allocation.machine
-    machine.executor.run(aten.copy_.default, (cpu_target, cpu_source, non_blocking), {}, to)
+    machine.executor.run(aten.copy_.default, (cpu_target, cpu_source, non_blocking), {}, index)
     machine.record_transfer(source.device, target.device, cpu_target)
     return target
 
@@ -108,7 +108,7 @@ def _histc(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return aten._to_copy.default(counts, dtype=counted.dtype)
 
 
-def _index(func: Operation, args: Args, kwargs: Kwargs) -> object:
+def _index_kernel(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Index with tensors that are on the CPU or on the indexed tensor's device."""
     indexed, indices, *rest = args
     on_devices = [index for index in indices if type(index) is SimTensor]
@@ -145,9 +145,9 @@ HANDLERS.update(
         aten._is_all_true.default: _is_all_true,
         aten.bincount.default: _bincount,
         aten.histc.default: _histc,
-        aten.index.Tensor: _index,
-        aten.index_put.default: _index,
-        aten.index_put_.default: _index,
-        aten._index_put_impl_.default: _index,
+        aten.index.Tensor: _index_kernel,
+        aten.index_put.default: _index_kernel,
+        aten.index_put_.default: _index_kernel,
+        aten._index_put_impl_.default: _index_kernel,
     }
 )

@@ -48,7 +48,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         # Ignore the parameter's attributes, which accelerate passes too.
         return torch.nn.Parameter(args[0], requires_grad=kwargs["requires_grad"])
 
-    # Disabled: it would cost each operation another Python call.
+    # Disable it: it would cost each operation another Python call.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

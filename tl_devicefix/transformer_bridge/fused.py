@@ -42,7 +42,7 @@ from tl_devicefix.transformer_bridge.attention import (
 from tl_devicefix.transformer_bridge.unwrapping import NotPlain, is_wrapper, unwrap_layer
 
 SINCE = Version("4.dev0")
-_PARTS = (
+_FUSED_PARTS = (
     EmbeddingBridge,
     RotaryEmbeddingBridge,
     UnembeddingBridge,
@@ -59,7 +59,7 @@ class FusedWrapper(Fused):
     @classmethod
     def fits(cls, module: nn.Module) -> bool:
         """See `Fused`."""
-        return is_wrapper(module) and (cls.is_block(module) or class_of(module) in _PARTS)
+        return is_wrapper(module) and (cls.is_block(module) or class_of(module) in _FUSED_PARTS)
 
     @classmethod
     def is_block(cls, module: nn.Module) -> bool:
