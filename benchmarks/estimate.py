@@ -2,10 +2,9 @@
 
     python benchmarks/estimate.py [--n-devices 3] [--device sim|cuda] [--json FILE]
 
-Checkpoints of several shapes with random weights are made, estimated by their directory, loaded
-across the devices and run. Estimated weights are compared with the memory allocated after loading,
-and the estimated peak with the allocator's. `--device sim` simulates the devices with torch's CPU
-kernels.
+For each shape and job, a checkpoint with random weights is estimated, loaded across the devices and
+run. Estimated weights are compared with the memory allocated after loading, and the estimated peak
+with the allocator's. `--device sim` simulates the devices.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 BATCH, CTX, NEW = 16, 128, 32
-"""Large enough that running takes more memory than loading, whose estimate is an upper bound."""
+"""Large enough for a job's peak to exceed the load's, which is estimated as an upper bound."""
 JOBS: dict[str, dict[str, Any]] = {
     "forward": {},
     "caching resid_post": {"cache": "resid_post"},
@@ -70,7 +69,7 @@ def measure(directory: Path, n_devices: int, module: Any, options: dict[str, Any
 
 
 def _run(model: Any, options: dict[str, Any]) -> Any:
-    """Do the job, and return what its user keeps until it ends."""
+    """Run the job, and return what its user would hold."""
     tokens = torch.zeros(BATCH, CTX, dtype=torch.long, device=model.cfg.device)
     if "gradients" in options:
         model(tokens, return_type="loss").backward()

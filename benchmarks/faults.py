@@ -1,10 +1,10 @@
-"""TransformerLens's own faults, on tiny random models: how far it is from transformers.
+"""TransformerLens's own faults: its errors compared with transformers, on tiny random models.
 
     python benchmarks/faults.py [--python OTHER_PYTHON ...]
 
-Prints a table for the TransformerLens of this interpreter and for that of each `--python`, which
-needs this package too. A row is a fault, with a figure for TransformerLens as installed and one for
-TransformerLens with this package:
+It prints a table for the TransformerLens of this interpreter and of each `--python`, which needs
+this package too. Each row is a fault, with the error of TransformerLens as installed, and with this
+package:
 
 - the largest difference of log probabilities, divided by the largest log probability;
 - for gradients, the largest difference, divided by the largest gradient;
@@ -64,7 +64,7 @@ def log_probs(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Checkpoint:
-    """A tiny model: saved, and as transformers runs it. `edit` changes its config.json."""
+    """A tiny checkpoint, and its transformers model. `edit` changes the saved config.json."""
 
     def __init__(self, config: Any, directory: Path, edit: Any = None) -> None:
         self.directory, self.tokenizer = str(directory), make_tokenizer(directory)
@@ -84,7 +84,7 @@ class Checkpoint:
             return HookedTransformer.from_pretrained(self.directory, device="cpu")
         read = transformers.AutoModelForCausalLM.from_pretrained(self.directory)
         sizes = dict(ALL_ARCHITECTURES[name].sizes_by_name)
-        sizes.pop("act_fn", None)  # tests set it, which would hide the fault
+        sizes.pop("act_fn", None)  # the tests' value would hide the fault
         like = Architecture(name, official_name, lambda: read.config, sizes)
         return load_hooked(like, read, self.tokenizer, device="cpu")
 
@@ -125,7 +125,7 @@ def yarn_qwen2() -> Any:
 
 
 def stretched_gemma3() -> Any:
-    """Return a Gemma 3's config as published from 4B on: global layers divide positions by 8."""
+    """Return a config like Gemma 3's from 4B on: global layers divide positions by 8."""
     config = HF_CONFIGS["gemma-3"]()
     stretched = {"rope_type": "linear", "factor": 8.0}
     if hasattr(config, "rope_parameters"):
@@ -208,7 +208,7 @@ def edit_resid_mid(of_gradients: bool, directory: Path) -> float:
             seen.append((x + ADDED).requires_grad_())
             return seen[0]
 
-        if by_transformers:  # added to attention's output, it is added to the residual stream
+        if by_transformers:  # attention's output is added to the residual stream
             attention = checkpoint.hf_model.model.layers[LAYER].self_attn
             attention.register_forward_hook(lambda *call: (add(call[-1][0]), *call[-1][1:]))
             logits = checkpoint.hf_model(TOKENS).logits
@@ -296,8 +296,8 @@ def cell(measure: Callable[[Path], float], patched: bool) -> str:
             stack.enter_context(redirect(io.StringIO()))
         try:
             return f"{measure(directory):.1e}"
-        except Exception as error:  # whatever a version that lacks it raises
-            logging.getLogger(__name__).debug("it raises", exc_info=error)
+        except Exception as error:  # versions that lack a model raise different errors
+            logging.getLogger(__name__).debug("the measurement failed", exc_info=error)
             return type(error).__name__
 
 

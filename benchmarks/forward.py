@@ -2,15 +2,20 @@
 
     python benchmarks/forward.py [--size 1.1B] [--dtypes float32 bfloat16] [--device cpu]
                                  [--tokens 128 1024 8192] [--batches 1 8] [--context 1024]
-                                 [--repeats 5] [--threads 2] [--limit 600] [--bridge] [--json FILE]
+                                 [--new 16] [--repeats 5] [--threads 2] [--limit 600] [--bridge]
+                                 [--ways WAY ...] [--cache DIR] [--json FILE]
 
-A Llama with random weights is loaded by transformers (eager, and with SDPA), by TransformerLens
-without this package, and by this package, as TransformerLens runs it ("here") and with
-`fuse_blocks(model)`, each in a process of its own. What "here" saves compared with
-"TransformerLens" is due to the memory layout of the weights; what "here fused" saves compared with
-"here" is due to fusing. Each prefills `--tokens`, and generates `--new` tokens after `--context`
-tokens in a KV cache, for `--batches`. The processes take turns after each forward or token, as a
-machine's speed varies.
+A Llama with random weights is loaded in five ways, each in a process of its own:
+
+    transformers eager
+    transformers sdpa
+    TransformerLens       without this package
+    here                  with this package: another memory layout of the weights
+    here fused            the same, with `fuse_blocks(model)`
+
+Each way prefills `--tokens`, and generates `--new` tokens after `--context` tokens in a KV cache,
+for each of `--batches`. The processes take turns after each forward or token, since a machine's
+speed varies.
 
 Wall and CPU seconds are medians; for generation, those of one token of the whole batch. Ratios are
 medians of the ratios of neighbouring forwards. Memory is the peak of the process's anonymous memory
@@ -59,7 +64,7 @@ SIZES = {
 WAYS = ("transformers eager", "transformers sdpa", "TransformerLens", "here", "here fused")
 FLOORS = ("transformers sdpa", "TransformerLens")
 BYTES_OF_A_SCORE = 17
-"""At the peak, where scores are built: scores, pattern, its NaN mask, zeros, and the result."""
+"""For each score at the peak, in float32: score, pattern, NaN mask, zeros and result."""
 
 Result = dict[str, list[dict[str, Any]]]
 """Name of a way -> what each of its steps took."""
@@ -67,7 +72,7 @@ Result = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure."""
+    """One measurement: a prefill or a generation, in one way."""
 
     way: str
     dtype: str
@@ -146,7 +151,7 @@ def forward_of(way: str, model: Any, bridge: bool) -> Callable[[torch.Tensor], A
 
 
 def continuing(way: str, model: Any, bridge: bool, batch: int) -> Callable[[torch.Tensor], Any]:
-    """Return a function from new tokens to logits, which keeps all earlier ones in a KV cache."""
+    """Return a function from new tokens to logits that keeps earlier tokens in a KV cache."""
     if bridge or way.startswith("transformers"):
         from transformers import DynamicCache
 
@@ -206,11 +211,11 @@ def steps(cell: Cell, model: Any, device: str, bridge: bool) -> Iterator[tuple[f
 
 
 class Way:
-    """A process that has loaded a model in one way, and its memory as seen from here.
+    """A process with a model that was loaded in one way. This process watches its memory.
 
     Args:
-        name: of `WAYS`.
-        dtype: the model's.
+        name: one of `WAYS`.
+        dtype: the dtype of the model.
         cache: the hub cache with the checkpoint.
         arguments: the command line.
     """
@@ -220,7 +225,7 @@ class Way:
         self._device = arguments.device
         self._ended: str | None = None
         self.why: str | None = None
-        """The reason if it has no results."""
+        """The reason if the way has no results."""
         offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TL_DEVICEFIX_DISABLE": ""}
         options = json.dumps([name, dtype, arguments.device, arguments.bridge, arguments.threads])
         # A file: a pipe that nobody reads could fill.
@@ -318,7 +323,7 @@ def compare(ways: dict[str, Way], cells: list[Cell], arguments: argparse.Namespa
 
 
 def show(what: str, result: Result, ways: dict[str, Way]) -> None:
-    """Print the table of one thing: what each way takes, and ratios to the floors."""
+    """Print a table: what each way takes, and its ratios to `FLOORS`."""
     over = "".join(f" | {'/ ' + floor:^23}" for floor in FLOORS)
     print(f"\n{what:<44}{over}")
     ratios = " | " + " ".join(f"{name:>7}" for name in ("wall", "CPU", "memory"))
@@ -348,20 +353,20 @@ def peak(runs: list[dict[str, Any]]) -> int:
 
 
 def ratio(runs: list[dict[str, Any]], others: list[dict[str, Any]], key: str) -> float | None:
-    """Return the median of the steps' ratios; each is to the other way's step of the same turn."""
+    """Return the median ratio of two ways' steps, paired by turn."""
     ratios = [run[key] / other[key] for run, other in zip(runs, others) if other[key]]
     return statistics.median(ratios) if ratios else None
 
 
 def things(dtype: str, arguments: argparse.Namespace) -> list[list[Cell]]:
-    """Return what is measured for one dtype: for each prefill or generation, a cell of each way."""
+    """Return, for each prefill or generation in one dtype, a cell of each way."""
     asked = [(1, tokens, 0) for tokens in arguments.tokens]
     asked += [(batch, arguments.context, arguments.new) for batch in arguments.batches]
     return [[Cell(way, dtype, *thing) for way in arguments.ways] for thing in asked]
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="1.1B")
     parser.add_argument("--device", default="cpu")
@@ -373,16 +378,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--repeats", type=int, default=5, help="forwards of each way")
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="of torch, on the CPU"
+        "--threads", type=int, default=torch.get_num_threads(), help="torch's threads on the CPU"
     )
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a step, or a table")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of a step or a table")
     parser.add_argument(
         "--bridge",
         action="store_true",
         default=Version(version("transformer_lens")) >= Version("4.dev0"),
         help="boot a TransformerBridge",
     )
-    parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
+    parser.add_argument("--cache", type=Path, help="keep the checkpoint here, for this size")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

@@ -4,12 +4,13 @@
                                [--repeats 9] [--threads 1] [--flights 16] [--cache DIR]
 
 It starts a Ray cluster of two nodes on this machine. A Llama with random weights (on
-TransformerLens 4 a TransformerBridge) is loaded twice: on this process's CPU, and with half of its
-blocks on the other node's. Both do the same in turns; ratios are medians of the ratios of
-neighbouring turns. The driver and the worker each keep to their half of the cores, and have
-`--threads`. With `--flights`, runs in flight (`tl_devicefix.pipeline_map`) on both are compared
-with the loop on one. The row after it has how much two independent processes do in the time of one.
-The last rows are the seconds until a fault is reported.
+TransformerLens 4 a TransformerBridge) is loaded twice: in this process alone, and with half of its
+blocks on the other node. The two models take turns; ratios are medians of the ratios of
+neighbouring turns. The driver and the worker each use half of the cores, and `--threads` threads.
+
+With `--flights`, runs in flight (`tl_devicefix.pipeline_map`) on the split model are compared with
+a loop in one process. For comparison, a row has the throughput of two independent loops, divided by
+that of one. The last rows are the seconds until a fault is reported.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def start(command: list[str], arguments: argparse.Namespace, **pipes: Any) -> su
 
 
 def start_node(stack: contextlib.ExitStack, *options: str) -> list[psutil.Process]:
-    """Start a node of a Ray cluster, which ends with the stack; returns its processes."""
+    """Start a Ray node, which the stack ends, and return its processes."""
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray"))
     small = ["--num-cpus=0", "--num-gpus=0", "--object-store-memory=500000000", "--block"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, *small]
@@ -113,7 +114,7 @@ def end(node: subprocess.Popen[bytes]) -> None:
 
 
 def worker_among(processes: list[psutil.Process]) -> psutil.Process:
-    """Return the process of the worker that the node of these processes has started."""
+    """Return the worker's process on the node with these processes."""
     (worker,) = (
         child
         for child in family(processes[0].pid)
@@ -123,7 +124,7 @@ def worker_among(processes: list[psutil.Process]) -> psutil.Process:
 
 
 def attach(address: str, node: list[psutil.Process]) -> Any:
-    """Join, pin the worker to its cores, and return its host."""
+    """Join the cluster, pin the worker to its half of the cores, and return its host."""
     import tl_devicefix
     from tl_devicefix.multihost.hosts import joined_hosts
 
@@ -142,13 +143,13 @@ def show_memory(what: str, processes: list[psutil.Process]) -> None:
 
 
 def show_call(connection: Any, repeats: int) -> None:
-    """Print what a call that does nothing takes: Ray's part of the milliseconds of each row."""
+    """Print the milliseconds of a call that does nothing: Ray's part of each row."""
     found = [timed(lambda: connection.call("forget", [])) for _ in range(10 * repeats)]
     print(f"{'a call that does nothing':<46}{1e3 * statistics.median(found):>10.2f}")
 
 
 def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> None:
-    """Print the seconds from a fault until the caller that waits gets an error."""
+    """Print the seconds from a fault until a waiting caller gets an error."""
     from tl_devicefix.multihost.hosts import HostLost
 
     def show_fault(what: str, fault: Callable[[], Any]) -> None:
@@ -171,7 +172,7 @@ def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> No
 
 
 def loader() -> Any:
-    """Return the loader, without processing, of the newest class that is installed."""
+    """Return the loader without processing: HookedTransformer's, or from 4.0 on the Bridge's."""
     import transformer_lens
 
     if Version(version("transformer_lens")) < Version("4.0"):
@@ -196,7 +197,7 @@ def compare(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     there = {f"blocks.{layer}": "host1/0" for layer in range(half, here.cfg.n_layers)}
     far = load(HUB_NAME, device_map={"": "cpu", **there})
     for layer in range(half, here.cfg.n_layers):
-        here.blocks[layer].requires_grad_(False)  # as on another host
+        here.blocks[layer].requires_grad_(False)  # parameters on another host are frozen
     print(far.placement)
     print(f"\n{'':<46}{'here, ms':>10}{'ratio':>8}{'longer, ms':>12}")
     show_call(connection, arguments.repeats)
@@ -240,7 +241,7 @@ def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
     def run(model: Any) -> torch.Tensor:
         model.zero_grad(set_to_none=True)
         model(tokens, return_type="loss").backward()
-        # Autograd computes this one last, after all blocks.
+        # Autograd computes the embedding's gradient last, after all blocks.
         gradient: torch.Tensor = next(model.embed.parameters()).grad
         return gradient[0]
 
@@ -251,7 +252,7 @@ def show_backward(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 
 def show_steering(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """Run a backward to a vector that is added to the first block's input, and to no parameter."""
+    """Run a backward to a vector added to the first block's input; all parameters are frozen."""
     tokens = torch.randint(3, 1000, (1, arguments.context))
 
     def run(model: Any) -> torch.Tensor | None:
@@ -288,7 +289,7 @@ def show_generating(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 
 def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
-    """Run many at the same time on both, and one after the other on one."""
+    """Compare runs in flight on the split model with a loop in one process."""
     if not arguments.flights:
         return
     from tl_devicefix import pipeline_map
@@ -299,7 +300,7 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
         lambda: [here(tokens) for tokens in runs],
         max(arguments.repeats // 3, 1),
     )
-    show(f"{arguments.flights} runs in flight, and the loop on one", found)
+    show(f"{arguments.flights} runs in flight / the loop in one process", found)
     print(f"{'  how many times as fast':<46}{1 / found[1]:>18.2f}")
     loop = lambda: [here(tokens) for tokens in runs]  # noqa: E731
     alone = min(timed(loop) for _ in range(3))
@@ -310,7 +311,7 @@ def show_flights(far: Any, here: Any, arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def beside(arguments: argparse.Namespace) -> Iterator[None]:
-    """Have another process run forwards of the same model on the CPU, within a `with` block."""
+    """Run forwards of the same model in another process, within a `with` block."""
     command = ["-W", "ignore", __file__, *sys.argv[1:], "--only-run"]
     other = start(command, arguments, stdout=subprocess.PIPE)
     try:
@@ -343,19 +344,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--flights", type=int, default=16)
     parser.add_argument("--only-run", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=20080, help="the head's; default: %(default)s")
-    parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
+    parser.add_argument("--port", type=int, default=20080, help="the head node's (%(default)s)")
+    parser.add_argument("--cache", type=Path, help="keep the checkpoint here, for this size")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as directory:
         cache = arguments.cache or Path(directory)
         if not list(cache.glob("models--*")):
-            make_checkpoint(cache, arguments.size, max(1024, *arguments.tokens), "cpu")
+            longest = max(1024, arguments.context + arguments.new, *arguments.tokens)
+            make_checkpoint(cache, arguments.size, longest, "cpu")
         if os.environ.get("HF_HUB_CACHE") != str(cache):  # read when transformers is imported
             offline = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
             again = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--cache", str(cache)]
             sys.exit(subprocess.call(again, env={**os.environ, **offline}))
-        if arguments.only_run:  # on the cores that it was started on
+        if arguments.only_run:  # `start` has chosen its cores
             run_for_ever(arguments)
         os.sched_setaffinity(0, CORES[:HALF])
         with contextlib.ExitStack() as stack:

@@ -2,7 +2,7 @@
 
     python benchmarks/importing.py [--processes 5]
 
-Each import is timed in a process of its own, since a module is imported once.
+Each measurement is a new process, since Python imports a module once.
 """
 
 from __future__ import annotations

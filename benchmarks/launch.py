@@ -1,12 +1,12 @@
-"""The time of Python itself, with kernels that take next to none: blocks fused, and not fused.
+"""The time that Python takes in a forward and for a token, with fused blocks and without.
 
     python benchmarks/launch.py [--rounds 60] [--only WORD ...] [--json FILE]
 
-A Llama of ten tiny blocks is loaded in each way, all in this process, and the ways take turns. The
-figures are CPU seconds of one thread, compared with those of transformers with SDPA, and with those
-of TransformerLens, in the same round: the median of all rounds. "TransformerLens" is this process
-with the patches off; "here" is loaded by this package and run by TransformerLens's own blocks. A
-"forward" has 8 tokens; a "token" comes after 16 in a KV cache.
+A Llama of ten tiny blocks, whose kernels take next to no time, is loaded in each way in this
+process, and the ways take turns. Each figure is the CPU seconds of one thread, divided by those of
+transformers with SDPA, or of TransformerLens, in the same round: the median of all rounds.
+"TransformerLens" is this process with the patches off; "here" is loaded by this package and runs
+TransformerLens's own blocks. A "forward" has 8 tokens; a "token" comes after 16 in a KV cache.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Way:
     """One way to run the model.
 
     Attributes:
-        model: loaded for this way.
-        forward: makes logits of tokens.
+        model: the model, loaded for this way.
+        forward: a function from tokens to logits.
         begin: starts a new KV cache, and returns a function from new tokens to logits; None if the
             way does not generate.
         alone: True if the patches are off.
-        over: the way of TransformerLens alone that does the same.
+        over: the name of TransformerLens's way that does the same.
     """
 
     model: Any
@@ -61,7 +61,7 @@ class Way:
 
 
 def ways() -> dict[str, Way]:
-    """Return all ways by name; the tasks are run in the mode that a class is used in most."""
+    """Return all ways by name. A Bridge runs the tasks in compatibility mode."""
     made = {way: of(way) for way in (FLOOR, "transformers eager")}
     modes = ("", ", compatibility mode") if BRIDGE else ("",)
     for mode in modes:
@@ -97,7 +97,7 @@ def hooked(way: Way, wanted: str) -> Way:
 
 
 def caching(way: Way, wanted: str) -> Way:
-    """Return `run_with_cache` of the activations whose names end in `wanted`."""
+    """Return a way that caches the activations whose names end in `wanted`."""
 
     def forward(tokens: torch.Tensor) -> Any:
         return way.model.run_with_cache(tokens, names_filter=lambda name: name.endswith(wanted))
@@ -106,7 +106,7 @@ def caching(way: Way, wanted: str) -> Way:
 
 
 def learning(way: Way) -> Way:
-    """Return the loss and its gradients."""
+    """Return a way that computes the loss and its gradients."""
 
     def forward(tokens: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.enable_grad():
@@ -126,7 +126,7 @@ TASKS: dict[str, Callable[[Way], Way]] = {
 
 
 def nnsight_way() -> dict[str, Way]:
-    """Return nnsight's read of one residual stream of transformers with SDPA, if installed."""
+    """Return nnsight's way to read a block's output, with SDPA; {} if it is not installed."""
     try:
         from nnsight import NNsight
     except ImportError:
@@ -164,16 +164,16 @@ def measure(all_ways: dict[str, Way], rounds: int) -> dict[str, dict[str, list[f
 
 
 def timed(run: Run, tokens: torch.Tensor, calls: int = 2) -> float:
-    """Return this thread's CPU seconds for one call, after one to warm up."""
+    """Return the CPU seconds for one call, after one to warm up."""
     run(tokens)
-    start = time.thread_time()
+    start = time.process_time()
     for _ in range(calls):
         run(tokens)
-    return (time.thread_time() - start) / calls
+    return (time.process_time() - start) / calls
 
 
 def ratio(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median ratio to another way in the same round."""
+    """Return the median of the rounds' ratios to another way."""
     return {
         what: statistics.median(map(operator.truediv, some[what], others[what]))
         for what in some.keys() & others.keys()
@@ -196,7 +196,7 @@ def main() -> None:
     """Measure and print a table; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="ways whose names have one")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="only ways whose names have one")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

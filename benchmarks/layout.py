@@ -1,11 +1,11 @@
-"""The gain of keeping a checkpoint's memory layout: forward time of the two layouts, as a ratio.
+"""Forward time with contiguous weights / that with the checkpoint's memory layout.
 
     python benchmarks/layout.py [--rounds 10] [--device cpu] [--json FILE]
 
 Most of TransformerLens's weights are transposed views of a checkpoint's, and its forward mostly
-transposes them back. If they keep the checkpoint's layout, neither step copies. If they are stored
-contiguously, as in stock TransformerLens, both do. Forwards of one Llama-shaped model with random
-weights, with its parameters in either layout, alternate in one process.
+transposes them back. With the checkpoint's layout, neither step copies. With contiguous weights, as
+in stock TransformerLens, both do. Forwards of one Llama-shaped model with random weights alternate
+between the two layouts in one process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 
 def load_model(dtype: torch.dtype, device: str) -> Any:
-    """Load a Llama-shaped model of 4 layers from a checkpoint that is made for it."""
+    """Make the checkpoint of a Llama-shaped model of 4 layers, and load it."""
     from transformer_lens import HookedTransformer
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -9,8 +9,8 @@ The floor is a plain `AutoModelForCausalLM.from_pretrained` and one private copy
 With `--bridge`, and where TransformerLens has no HookedTransformer, a TransformerBridge is booted
 and, in the cases that are folded, put into compatibility mode.
 
-Memory is what the load added, at its peak, to the process's anonymous memory (RssAnon: mapped files
-are not counted), and to the device's. Both are also given as ratios to the size of the weights.
+Memory is the peak of the process's anonymous memory (RssAnon: without mapped files) beyond that
+before the load, and the peak of the device's. Both are also divided by the size of the weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_checkpoint(cache: Path, size: str, device: str) -> None:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # initialised to ones, for which folding would do nothing
+            if "norm" in name:  # initially ones, which folding would not change
                 parameter.normal_(1.0, 0.2)
     model.save_pretrained(snapshot, max_shard_size="500MB" if size != "8B" else "4GB")
     shipped = Path(tl_devicefix.__file__).parent / "demo" / "recall_checkpoint"
@@ -239,7 +239,7 @@ def main() -> None:
     )
     parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=LOADERS)
     parser.add_argument("--cases", nargs="+", type=int, default=range(len(CASES)), metavar="N")
-    parser.add_argument("--cache", type=Path, help="keep the checkpoint here and use it again")
+    parser.add_argument("--cache", type=Path, help="keep the checkpoint here, for this size")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 

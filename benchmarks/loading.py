@@ -43,7 +43,7 @@ CONFIG = LlamaConfig(
 
 
 def taking_time(bytes_per_second: float) -> Any:
-    """Replace `Machine.record_transfer`, so that a copy between devices sleeps for its bytes."""
+    """Replace `Machine.record_transfer`, so that copies between devices take time."""
     record = Machine.record_transfer
 
     def record_slowly(self: Any, source: Any, target: Any, copy: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ def taking_time(bytes_per_second: float) -> Any:
 
 
 def one_after_the_other(do: Any, units: Any, devices: Any, done: Any) -> None:
-    """Replace `each_on_its_device`."""
+    """Do what `each_on_its_device` does, in one thread."""
     for unit in units:
         do(unit)
         done()
@@ -88,7 +88,7 @@ def main() -> None:
 
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    logging.disable(logging.WARNING)  # that there is no tokenizer
+    logging.disable(logging.WARNING)  # one says that there is no tokenizer
     runs: dict[str, list[float]] = {"in turn": [], "at once": []}
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory)
@@ -104,7 +104,7 @@ def main() -> None:
     print(f"{arguments.devices} devices, {os.cpu_count()} cores, torch {torch.__version__}")
     for how, median in medians.items():
         print(f"{how:<8} {median:6.2f} s   {medians['in turn'] / median:5.2f} x")
-    print(f"ideal, with the largest share copied to one device: {ideal:.2f} x")
+    print(f"ideal, limited by the device with the largest share: {ideal:.2f} x")
     if arguments.json:
         arguments.json.write_text(json.dumps(medians, indent=2) + "\n")
 

@@ -1,8 +1,8 @@
-"""What `mix_devices` costs, and looking for modules that users assigned: ratios.
+"""What `mix_devices` costs, and the check for parts on other devices: ratios of times.
 
     python benchmarks/mix_devices.py [--rounds 30] [--json FILE]
 
-Calls with it on and off alternate in one process, so that noise on the machine hits both. For torch
+Calls with `mix_devices` on and off alternate in one process, so that noise hits both. For torch
 calls, the figure is the ratio of the smallest times; for forwards, the median of the ratios.
 Operations that mix devices are timed on simulated devices, and compared with `.to(...)` by hand.
 """
@@ -78,7 +78,7 @@ def on_the_cpu(rounds: int) -> dict[str, float]:
 
 
 def on_four_devices(rounds: int) -> dict[str, float]:
-    """Measure a forward, an add that mixes, and the look for users' modules, on four devices."""
+    """Measure a forward, an add that mixes, and the check for misplaced parts, on four devices."""
     model, one = load(n_devices=4), load(device="cpu")
     tokens = torch.randint(0, 30, (4, 32))
     forward = in_turns(lambda: model(tokens), lambda: model(tokens), rounds, 2)
@@ -94,7 +94,7 @@ def on_four_devices(rounds: int) -> dict[str, float]:
     return {
         "a forward on four simulated devices, on / off": median_ratio(forward),
         "an add that mixes, on / with .to(...)": min(mixed[0]) / min(mixed[1]),
-        "looking for users' modules / a forward": min(looks[0]) / min(looks[1]),
+        "checking for parts on other devices / a forward": min(looks[0]) / min(looks[1]),
     }
 
 

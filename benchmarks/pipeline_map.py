@@ -5,16 +5,18 @@
 Parts: `busy`, `clock`, `overhead`, `views`; all by default.
 
 `busy`: m runs of the shipped model on n simulated devices. The blocks sleep, so that each device is
-busy for `--seconds` with its share of them: a stage. m runs pass n stages in m + n - 1 stages at
-best. The default is 300 stages: 5 minutes with --seconds 1. Python's time for a run, which is
+busy for `--seconds` with its share of them: a stage. At best, m runs take m + n - 1 stages. By
+default that is 300 stages in all: 5 minutes with --seconds 1. Python's time for a run, which is
 printed, comes on top, so a stage has to be longer.
 
 `clock`: a Llama-shaped model on two simulated devices, which compute on a core each; a loop and
-`pipeline_map` alternate. `of_matrix_products` is what two threads gain at the same time with matrix
-products only: less than 2 if other jobs use the cores.
+`pipeline_map` alternate. `of_matrix_products` is the speed-up of two threads that only multiply
+matrices, in the same rounds: less than 2 if other jobs use the cores.
 
-`overhead`: `pipeline_map` with one run at a time on one device, compared with a loop, in turns, for
-the shipped model and one like that of `clock`. `views`: what is allocated when views are made.
+`overhead`: `pipeline_map` with one run at a time on one device, and a loop, in turns, for the
+shipped model and one like that of `clock`.
+
+`views`: the bytes that are allocated when views are made.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def busy(arguments: argparse.Namespace) -> Rows:
 
 
 def keep_busy(model: Any, n: int, stage: float) -> None:
-    """Have each of n devices sleep for `stage` seconds in all of its blocks together."""
+    """Make the blocks of each of n devices sleep for `stage` seconds in all."""
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: time.sleep(stage * n / len(model.blocks)))
 
@@ -161,7 +163,7 @@ def clock(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_two_threads(n_tokens: int, d_model: int) -> float:
-    """Return the time of matrix products one after the other / the time of two threads."""
+    """Return the time of matrix products in one thread / the time in two threads."""
     activation, weight = torch.randn(n_tokens, d_model), torch.randn(d_model, 4 * d_model)
 
     def multiply(_: int) -> None:
@@ -178,7 +180,7 @@ def in_two_threads(n_tokens: int, d_model: int) -> float:
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compare `pipeline_map` with one run at a time with a loop, on one CPU, for two models."""
+    """Compare `pipeline_map`, one run at a time, with a loop, for two models on one device."""
     with tempfile.TemporaryDirectory() as directory:
         llama(directory, arguments.d_model, arguments.layers)
         with contextlib.redirect_stdout(io.StringIO()):
@@ -196,9 +198,8 @@ def compare_with_loop(
 ) -> dict[str, float]:
     """Return the ratio to a loop, and the seconds of a forward.
 
-    Times are CPU seconds of one thread, without those of other jobs. Other jobs still slow it down
-    now and then, so the least of all rounds counts for each run. The first round makes the view,
-    and is left out.
+    Times are CPU seconds of this process, the least of all rounds for each run: other jobs slow
+    down some of them. The first round makes the view, and is left out.
     """
     items = [torch.randint(0, model.cfg.d_vocab, shape) for _ in range(n_runs)]
 
@@ -242,10 +243,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--n", nargs="+", type=int, default=[2, 4, 8], help="numbers of devices")
     parser.add_argument("--m", nargs="+", type=int, default=[1, 4, 16, 64], help="numbers of runs")
-    parser.add_argument("--seconds", type=float, default=0.3, help="that a stage takes")
-    parser.add_argument("--d-model", type=int, default=1024, help="of clock's and overhead's")
-    parser.add_argument("--layers", type=int, default=4, help="of clock's and overhead's")
-    parser.add_argument("--tokens", type=int, default=256, help="of each of clock's runs")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a stage")
+    parser.add_argument("--d-model", type=int, default=1024, help="for clock and overhead")
+    parser.add_argument("--layers", type=int, default=4, help="for clock and overhead")
+    parser.add_argument("--tokens", type=int, default=256, help="in each run of clock")
     parser.add_argument("--runs", type=int, default=20, help="of clock")
     parser.add_argument("--rounds", type=int, default=3, help="of clock")
     parser.add_argument("--overhead-rounds", type=int, default=5)
@@ -254,7 +255,8 @@ def main() -> None:
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"no part is called {unknown.pop()}: choose from {', '.join(PARTS)}")
 
-    torch.set_num_threads(1)  # a core for each device; and the shipped model is slower with more
+    # A core for each device; the shipped model is slower with more threads.
+    torch.set_num_threads(1)
     results: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
     print(f"{results['cores']} cores, load {results['load']:.1f}; a stage is {arguments.seconds} s")
     with torch.no_grad():

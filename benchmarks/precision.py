@@ -1,4 +1,4 @@
-"""What folding costs in bfloat16 and float16: distance from the float32 model, exact rounding.
+"""Folding in bfloat16 and float16: the distance from the float32 model, and exact rounding.
 
     python benchmarks/precision.py [--python OTHER_PYTHON]... [--cache DIR] [--json FILE]
 
@@ -6,15 +6,15 @@ The TransformerLens of this interpreter is measured, and that of each `--python`
 package too). There are three checkpoints of the recall task: the shipped Llama, which has no
 biases, and a Qwen2 (RMSNorm, value biases, grouped queries) and a Pythia (LayerNorm, biases
 everywhere) that are trained here in a minute; `--cache` keeps them. Each is stored in float32 and
-in the dtype it is loaded in, in a hub cache, from which stock TransformerLens loads it too.
+in the dtype that it is loaded in. A hub cache has them, so that stock TransformerLens finds them.
 
-The first tables have the KL divergence, in nats, of the next token's distribution from that of the
-same stored weights, unprocessed and in float32. Folding changes it by rounding only. "weights" runs
-the rounded weights in float32, with float32 rotary tables, so that no other rounding shows. "run"
-computes in the dtype too, as users do.
+The first tables have the KL divergence, in nats, of the next token's distribution from that of a
+reference: the same stored weights, unprocessed and in float32. Without rounding, it would be 0.
+"weights" runs the rounded weights in float32, with float32 rotary tables, so that no other rounding
+shows. "run" computes in the dtype too, as users do.
 
-The last table compares each folded weight with the stored weights, folded in float64 and rounded
-once. Stock TransformerLens rounds to the dtype first, then folds, and rounds again.
+The last table compares each folded weight with the one that was folded in float64 and rounded once.
+Stock TransformerLens rounds to the dtype first, then folds, and rounds again.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def check_float32(name: str) -> dict[str, float]:
     """Return each variant's largest difference of float32 log probabilities from transformers' own.
 
     Raises:
-        RuntimeError: if it is more than rounding: the model is not the intended one.
+        RuntimeError: if one exceeds `TOLERANCE`: then another model was loaded.
     """
     from transformers import AutoModelForCausalLM
 
@@ -182,7 +182,7 @@ def measure_exactness(name: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]
 def compare(given: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
     """Count the entries that are not `exact` rounded once, and find the largest error in ulps.
 
-    A unit in the last place is that of the larger value, so that a zero is not infinitely far off.
+    An ulp is that of the larger of the two values, so that an error at a zero is finite.
     """
     # Round by hand: torch converts float64 to 16 bits by way of float32, so it rounds twice.
     unit = last_place(exact, given.dtype)
@@ -252,7 +252,7 @@ def show_kl(rows: list[dict[str, Any]], title: str) -> None:
 
 def show_exactness(rows: list[dict[str, Any]]) -> None:
     """Print the table of folded weights against those folded in float64 and rounded once."""
-    print("\nFolded weights that are those folded in float64 and rounded once")
+    print("\nFolded weights that equal those folded in float64 and rounded once")
     print(
         f"{'checkpoint':<14} {'stored':<9} {'dtype':<9} {'variant':<15} {'TL':<7}"
         f"{'equal':>9} {'different':>9} {'max ulps':>9}  worst"

@@ -28,7 +28,7 @@ HUB_NAME = {
     for stored, name in zip(("float32", *DTYPES), names)
 }
 
-# Two layers are enough for recall: one writes each object's owner to it, the other looks it up.
+# Two layers are enough: one writes each owner at its object, the other looks the owner up.
 N_LAYERS, N_HEADS, N_STEPS, PEAK_LEARNING_RATE = 2, 4, 700, 6e-3
 N_FACTS, SEED = 8, 7
 
@@ -66,7 +66,7 @@ def import_train_recall() -> None:
 
 
 def train(checkpoint: str) -> tuple[Any, dict[str, Any]]:
-    """Train a Qwen2 or a Pythia on the recall task. Return it, and its figures."""
+    """Train a Qwen2 or a Pythia on the recall task. Return the model, and its figures."""
     import train_recall as recall
 
     from tl_devicefix.demo.recall_task import recall_prompts

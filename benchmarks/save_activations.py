@@ -1,17 +1,17 @@
 """The cost of saving activations: memory, time compared with discarding them, and reading back.
 
     python benchmarks/save_activations.py [memory] [wall] [slow] [read] [importing] [--size 256]
-        [--batches 40] [--rounds 3] [--to DIRECTORY] [--json FILE]
+        [--batches 40] [--rounds 3] [--shard-size 2MiB] [--to DIRECTORY] [--json FILE]
 
 A random model of four blocks runs on the CPU, and two of its activations are written to a temporary
-directory of `--to`. Peak memory is the process's anonymous memory ("Anonymous" in
+directory in `--to`. Peak memory is the process's anonymous memory ("Anonymous" in
 /proc/self/smaps_rollup, sampled every 5 ms) beyond what it was before.
 
-    memory     peaks of saving, and with ten times as many batches, in processes of their own
-    wall       saving, compared with the same runs whose activations are discarded, in turns
-    slow       a writer slowed to half the rate: bytes a second / its rate, and the peak
-    read       reading a layer / safetensors alone; shuffled batches of tokens / reading the layer
-    importing  CPU time of a reading script's imports, and of those of one with a model
+    memory     peaks of saving, also for ten times as many batches, each in a new process
+    wall       time of saving / of the same runs whose activations are discarded, in turns
+    slow       a writer slowed to half the activations' rate: the call's rate / the writer's; peak
+    read       rate of reading a layer / safetensors'; of shuffled batches / of reading the layer
+    importing  CPU time of the imports of scripts that read, and of one that saves
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     parser.add_argument("--size", type=int, default=256, help="d_model")
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shard-size", default="2MiB")
-    parser.add_argument("--to", type=Path, help="where the temporary directory is")
+    parser.add_argument("--to", type=Path, help="where to make temporary directories")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -137,7 +137,7 @@ def run_only(model: Any, count: int) -> None:
 
 
 def directory(options: argparse.Namespace) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary directory on the disk that was chosen."""
+    """Make a temporary directory in `--to`."""
     return tempfile.TemporaryDirectory(dir=options.to)
 
 
@@ -171,7 +171,7 @@ def anonymous() -> float:
 
 
 def peak_of_saving(options: argparse.Namespace) -> list[float]:
-    """Return the peak beyond the start, and in total; a first save has loaded everything."""
+    """Return the peak beyond the start, and in total, after a first save that loads modules."""
     model = model_of(options)
     with directory(options) as warm, directory(options) as to:
         saved(model, 2, options, warm)
@@ -234,8 +234,8 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
         ratios.append(n_bytes / took / rate)
         peaks.append(peak.in_all / usual.in_all)
     return {
-        # The best round: other jobs may slow the devices down after the rate was measured, and
-        # then the writer waits for the devices.
+        # The best round: if other jobs slow the model down after the rate was measured, the writer
+        # waits for it.
         "slow writer: bytes a second / its rate, best round": max(ratios),
         "slow writer: peak of the whole process / that of one not slowed": statistics.median(peaks),
     }
@@ -243,7 +243,7 @@ def slow(options: argparse.Namespace) -> dict[str, float]:
 
 @contextlib.contextmanager
 def slowed_to(rate: float) -> Iterator[None]:
-    """Write shards with `rate` bytes a second within a `with` block."""
+    """Write shards at `rate` bytes a second within a `with` block."""
     write, began, so_far = writer.write_shard, [], [0]
 
     def slowly(*args: Any) -> tuple[int, str]:
@@ -258,7 +258,7 @@ def slowed_to(rate: float) -> Iterator[None]:
 
 
 def random_activations(to: Path) -> Any:
-    """Write sixteen shards, each with 32 MiB of bfloat16 of two layers 4096 wide, and tokens."""
+    """Write sixteen shards of two layers, 4096 wide in bfloat16: 32 MiB of each layer a shard."""
     width, n_examples = 4096, 64
     entries = [
         StoredTensor(TOKENS, "int64", (POSITIONS,)),
@@ -301,7 +301,7 @@ def read(options: argparse.Namespace) -> dict[str, float]:
             for _ in found.activations(name, 1024):
                 pass
 
-        with Peak() as peak:  # first: freed memory of the others could be reused
+        with Peak() as peak:  # first: it could reuse memory that the others free
             in_batches()
         for _ in range(max(5, options.rounds)):
             alone, ours, batches = map(seconds, (by_safetensors, by_slices, in_batches))
@@ -309,8 +309,8 @@ def read(options: argparse.Namespace) -> dict[str, float]:
             shuffled.append(ours / batches)
     return {
         "a layer read, GiB/s": n_bytes / 2**30 / ours,
-        "its rate / that of safetensors alone": statistics.median(ratios),
-        "shuffled batches, their rate / that of reading it": statistics.median(shuffled),
+        "rate of reading a layer / of safetensors alone": statistics.median(ratios),
+        "rate of shuffled batches / of reading a layer": statistics.median(shuffled),
         "shuffled batches: peak / two shards' bytes": peak.mib
         * 2**20
         / (2 * found.index.shards[0].bytes),

@@ -35,7 +35,9 @@ def shipped(n_devices: int, device: str | None) -> Any:
     from transformer_lens import HookedTransformer
 
     with contextlib.redirect_stdout(io.StringIO()):
-        return HookedTransformer.from_pretrained(str(CHECKPOINT), n_devices, device=device)
+        return HookedTransformer.from_pretrained(
+            str(CHECKPOINT), n_devices=n_devices, device=device
+        )
 
 
 def of_width(d_model: int, n_devices: int, device: str | None) -> Any:

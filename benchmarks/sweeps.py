@@ -1,4 +1,4 @@
-"""Many runs that differ in their hooks, compared with a loop: `sweep`, batches, `pipeline_map`.
+"""Many runs that differ in their hooks: `sweep`, batches and `pipeline_map`, compared with a loop.
 
     python benchmarks/sweeps.py [PART ...] [--only WORD ...] [--rounds 5] [--positions 16]
                                 [--bridge] [--json FILE]
@@ -7,12 +7,12 @@ Times are CPU seconds of all threads, with one thread of torch. The ways take tu
 a ratio is the median of the rounds' ratios.
 
 `hooks`: 16 runs with a hook on one residual stream each, from the first to the last of 80 blocks
-of `d_model` 32. The figure is the time / that of a loop of `run_with_hooks` of the same model.
+of `d_model` 32. The figure is the time / that of a loop of `run_with_hooks` on the same model.
 
 `patching`: `get_act_patch_resid_pre`, which patches each of `--positions` positions of each block
-(with 80 blocks, a quarter as many). The figure is how many times as fast it is as TransformerLens's
-own loop with the patches off; on simulated devices, as that loop with this package's model. nnsight
-does the same with transformers.
+(with 80 blocks, a quarter as many). The figure is how many times as fast each way is as
+TransformerLens's loop: with the patches off, or, on simulated devices, with a model of this
+package. nnsight patches the transformers model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
-os.environ["TQDM_DISABLE"] = "1"  # before tqdm is imported, which torch does
+os.environ["TQDM_DISABLE"] = "1"  # before torch imports tqdm
 
 import torch
 from forward import FLOORS
@@ -101,7 +101,7 @@ def patched(arguments: argparse.Namespace) -> Results:
     """Measure how many times as fast as TransformerLens's loop each way is.
 
     Raises:
-        RuntimeError: if results are not equal: bit for bit in a sweep of one run at a time.
+        RuntimeError: if a sweep of single runs differs at all, or another way by more than 1e-3.
     """
     for n_layers, d_model, n_devices in ((8, 64, 1), (8, 512, 1), (8, 64, 4), (80, 32, 1)):
         title = f"{n_layers} blocks of {d_model}, devices: {n_devices}"
@@ -132,7 +132,7 @@ def patched(arguments: argparse.Namespace) -> Results:
 def ways_to_patch(
     n_devices: int, tokens: torch.Tensor, sizes: tuple[int, ...], bridge: bool
 ) -> Calls:
-    """Return TransformerLens's loop, and sweeps in batches of these sizes; the last fused, too."""
+    """Return TransformerLens's loop, and sweeps in batches of these sizes; the last also fused."""
 
     def patch(model: Any, clean: Any, batch_size: int) -> torch.Tensor:
         with tl_devicefix.batch_sweeps(batch_size):
@@ -177,7 +177,7 @@ def blocks_run(call: Any) -> tuple[torch.Tensor, int]:
 
 
 def by_nnsight(tokens: torch.Tensor, n_layers: int) -> Calls:
-    """Return nnsight's patching: a trace for each patch, and traces of 32 rows; if installed."""
+    """Return nnsight's ways: a trace for each patch, or for 32; {} if it is not installed."""
     try:
         from nnsight import NNsight
     except ImportError:
@@ -185,7 +185,7 @@ def by_nnsight(tokens: torch.Tensor, n_layers: int) -> Calls:
         return {}
     plain = load_quietly(FLOORS[0], bridge=False, device="cpu")
     model = NNsight(plain)
-    # Of each block: [batch, pos, d_model]
+    # The input of each block: [batch, pos, d_model]
     clean = plain(tokens.flip(1), output_hidden_states=True).hidden_states
     places = list(itertools.product(range(n_layers), range(tokens.shape[1])))
 
@@ -211,8 +211,8 @@ def main() -> None:
     """Measure and print tables; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="of the titles")
-    parser.add_argument("--positions", type=int, default=16, help="that patching patches")
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="in the title")
+    parser.add_argument("--positions", type=int, default=16, help="for patching")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = begin(parser)
     if unknown := set(arguments.parts) - set(PARTS):

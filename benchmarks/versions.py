@@ -2,11 +2,11 @@
 
     python benchmarks/versions.py --python OTHER_PYTHON [--python ...] [--n-devices 4] [--json FILE]
 
-The TransformerLens of this interpreter loads it, folded, across simulated devices, and so does that
-of each `--python`, which needs this package too: as a HookedTransformer if there is one, else as a
-TransformerBridge in compatibility mode. The logits and the log probabilities of 64 prompts are
-compared with each other, and with those of transformers alone in float32 and in float64, whose
-logits are centred over the vocabulary as folding does.
+The TransformerLens of this interpreter and of each `--python`, which needs this package too, loads
+the checkpoint, folded, across simulated devices: as a HookedTransformer, or from 4.0 on as a
+TransformerBridge in compatibility mode. The logits and log probabilities of 64 prompts are compared
+with each other, and with those of transformers alone, in float32 and in float64. Folding centres
+logits over the vocabulary, so those of transformers are centred too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 @torch.no_grad()
 def measure(n_devices: int) -> dict[str, torch.Tensor]:
-    """Return the logits by the TransformerLens of this interpreter, by the name of its model."""
+    """Return the logits by this interpreter's TransformerLens, under its version and class."""
     import tl_devicefix
     from tl_devicefix.demo.demo import load_checkpoint
 

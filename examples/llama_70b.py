@@ -7,7 +7,7 @@ Prompts come in pairs that differ in names only, and so in their answer. The job
 model the answer comes from: by the logit lens, and by patching the residual stream of the clean
 prompts into the corrupted ones, before every block, at every position. `--shipped` does the same
 with the small checkpoint that ships with the package, on simulated devices if there are no GPUs:
-try your changes so, before you queue. `llama_70b.sbatch`, beside this file, is for SLURM.
+try your changes this way before you queue. `llama_70b.sbatch`, beside this file, is for SLURM.
 
 What it does is printed step by step, and is the same at each run. The first fault ends the job with
 one sentence. Faults that can be known early are looked for before anything expensive runs.

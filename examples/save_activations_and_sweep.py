@@ -32,7 +32,7 @@ PEOPLE = [
 
 
 def main() -> None:
-    """Save activations, sweep, and show what it takes."""
+    """Save activations, sweep, and show how long each takes."""
     torch.set_num_threads(1)  # so small a model is slower with more
     with tl_devicefix.simulate(N_DEVICES), torch.no_grad():
         model = load(N_DEVICES)
@@ -66,13 +66,13 @@ def load(n_devices: int) -> Any:
 
 
 def take_time(model: Any, seconds: float = 0.02) -> None:
-    """Have each block take so long, which keeps its device busy."""
+    """Make each block sleep, which keeps its device busy."""
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: time.sleep(seconds))
 
 
 def residual_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """One run: an activation of a prompt. What is written for a model, a view of it runs too."""
+    """Return an activation of a prompt. `pipeline_map` calls this with a view of the model."""
     _, cache = model.run_with_cache(tokens, names_filter=f"blocks.{LAYER}.hook_resid_post")
     return cache["resid_post", LAYER][0, -1].cpu()
 

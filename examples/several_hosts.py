@@ -3,9 +3,9 @@
     python examples/several_hosts.py
     sbatch examples/several_hosts.sbatch
 
-It runs on one node of a Ray cluster, and half of the blocks are on others. Without a cluster, the
-same runs on devices of this host, or on simulated ones. By default it loads the small model that
-ships with the package; `--model` is one that each host has at the same path or in its hub's cache.
+The script runs on one node of a Ray cluster, and half of the blocks are on another. Without a
+cluster, it uses devices of this host, or simulated ones. By default it loads the small model that
+ships with the package. Each host needs `--model` at the same path, or in its cache of the hub.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEXT = "Emma likes red . Bob likes blue . Emma likes"
 def main() -> None:
     """Load, and look into the last block, which another host has."""
     options = arguments()
-    tl_devicefix.init_hosts()  # has the devices of all nodes; without a cluster, it does nothing
+    tl_devicefix.init_hosts()  # adds other nodes' devices; without a cluster, it does nothing
     with devices_for(options.n_devices) as which:
         print(which)
         model = load(options)
@@ -66,7 +66,7 @@ def look(model: Any, text: str) -> None:
 
     with torch.no_grad():
         logits, cache = model.run_with_cache(tokens)
-        # Where it was computed until it is read; then here.
+        # The activation stays on its host until you read it.
         print(f"cache: {name} {list(cache[name].shape)}, at home on {cache[name].device}")
 
         without = model.run_with_hooks(tokens, fwd_hooks=[(name, lambda resid, hook: resid * 0)])
@@ -75,7 +75,7 @@ def look(model: Any, text: str) -> None:
     fell = logits[0, -1, right] - without[0, -1, right]
     print(f"hook: without what comes to block {last}, its logit is {fell.item():.2f} lower")
 
-    # A vector that is trained here, and added there.
+    # The gradient comes back through the block of the other host.
     steering = torch.zeros(model.cfg.d_model, device=model.cfg.device, requires_grad=True)
     steered = model.run_with_hooks(tokens, fwd_hooks=[(name, lambda resid, hook: resid + steering)])
     steered[0, -1, right].backward()

@@ -1,8 +1,8 @@
 """The set-up that all notebooks share: devices, the model, prompts of the recall task, heat maps.
 
 A prompt states some facts and asks for one of them again. Who likes what is drawn anew for each,
-so that only the context tells the answer. For another model the same words are used, those of them
-that are one token for its tokenizer, so that all prompts are equally long.
+so that only the context tells the answer. For another model, words that are not one token for its
+tokenizer are left out, so that all prompts are equally long.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Facts = list[tuple[str, str]]
 
 
 def start(n_devices: int) -> None:
-    """Make devices available for as long as the notebook runs: simulated ones if GPUs lack."""
+    """Make devices available while the notebook runs: simulated ones if there are too few GPUs."""
     torch.set_num_threads(1)  # so small a model is slower with more
     plt.rcParams.update({"figure.constrained_layout.use": True, "figure.dpi": 150})
     _devices.close()
@@ -81,7 +81,7 @@ class Words:
 
 
 def prompt(facts: Facts, name: str) -> str:
-    """A prompt that states facts and asks for a name's."""
+    """A prompt that states facts and asks for the one of `name`."""
     return " ".join(f"{who} likes {what}." for who, what in facts) + f" {name} likes"
 
 

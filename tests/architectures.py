@@ -67,7 +67,7 @@ _LOCAL = {"window_size": 4, "attn_types": ["local", "global", "local", "global",
 _SIZES_BY_NAME = {
     "gemma-2": {**_GEMMA, **_LOCAL},
     "gemma-3": {**_GEMMA, **_LOCAL},
-    "gemma": {**_GEMMA, "act_fn": "gelu_pytorch_tanh"},  # TransformerLens 3: the exact gelu
+    "gemma": {**_GEMMA, "act_fn": "gelu_pytorch_tanh"},  # TransformerLens 3 says the exact gelu
     "olmo": _SIZES,
     "olmo-2": _SIZES,
 }
@@ -75,7 +75,7 @@ ALL_ARCHITECTURES = {
     name: Architecture(official_name, HF_CONFIGS[name], _SIZES_BY_NAME.get(name, {}))
     for name, official_name in {
         "gpt2": "gpt2",
-        "llama": "01-ai/Yi-6B",  # the Llama whose sizes are in its config
+        "llama": "01-ai/Yi-6B",  # TransformerLens hard-codes other Llamas' sizes
         "qwen2": "Qwen/Qwen2-0.5B",
         "pythia": "EleutherAI/pythia-70m",
         "gemma-2": "google/gemma-2-2b",
@@ -97,15 +97,15 @@ ALL_ARCHITECTURES = {
         "gpt-oss": "openai/gpt-oss-20b",
     }.items()
 }
-"""What TransformerLens converts; not every version has all but the first nine."""
+"""What TransformerLens converts; every version has the first nine."""
 
 
 @contextlib.contextmanager
 def configs_without_hub(architecture: Architecture) -> Iterator[None]:
-    """Within it, the architecture's official name has the tiny model's config.
+    """Within the context, the architecture's official name has the tiny model's config.
 
-    Only what TransformerLens would fetch is replaced: `AutoConfig`, and the sizes that it has
-    written down for names whose configs are not public.
+    It replaces only what TransformerLens fetches, `AutoConfig`, and the sizes that TransformerLens
+    hard-codes for names whose configs are not public.
     """
     fetch, configure = tl_loading.AutoConfig.from_pretrained, tl_loading.get_pretrained_model_config
 
@@ -143,23 +143,23 @@ def load_hooked(
 
 
 def toy_config(**options: Any) -> HookedTransformerConfig:
-    """A model of the sizes of the others, built from its config."""
+    """Return the config of a toy model, with the sizes of the others."""
     sizes = {name: _SIZES[name] for name in ("n_layers", "d_model", "n_heads", "d_head")}
     sizes |= {"d_vocab": D_VOCAB, "n_ctx": N_CTX, "normalization_type": "LN"}
     return HookedTransformerConfig(**{**sizes, "device": "cpu", "init_weights": False, **options})
 
 
 attention_only_config = partial(toy_config, attn_only=True)
-"""A model of attention layers alone, as in "A Mathematical Framework"."""
+"""The config of an attention-only model, as in "A Mathematical Framework"."""
 solu_config = partial(toy_config, act_fn="solu_ln", d_mlp=D_MLP)
-"""A model whose MLP has a norm within its activation."""
+"""The config of a model whose MLP has a norm within its activation."""
 
 
 def build_toy(
     cfg: HookedTransformerConfig, tokenizer: Any = None, device: str = "cpu", n_devices: int = 1
 ) -> HookedTransformer:
-    """A model of a config across devices, always with the same values."""
-    # As an argument of the config, TransformerLens would count CUDA devices.
+    """Build a config's model across devices, always with the same weights."""
+    # Given to the config's constructor, n_devices would be compared with the CUDA devices.
     cfg.device, cfg.n_devices = device, n_devices
     model = HookedTransformer(cfg, tokenizer)
     randomize(model)
@@ -167,4 +167,4 @@ def build_toy(
 
 
 TOYS = {"attention-only": attention_only_config, "solu": solu_config}
-"""Models that are built from a HookedTransformerConfig and trained, not converted."""
+"""Configs of models that are built and trained, not converted from Hugging Face models."""

@@ -62,7 +62,7 @@ def assert_same_model(
 
 
 def log_probs(model: HookedTransformer, tokens: torch.Tensor) -> torch.Tensor:
-    """What a model predicts, which no processing changes; on the CPU."""
+    """Return log probabilities, which no weight processing changes, on the CPU."""
     return model(tokens).detach().cpu().log_softmax(dim=-1)
 
 
@@ -111,7 +111,8 @@ class Snapshot:
 
     def __init__(self, hf_model: torch.nn.Module) -> None:
         self._model = hf_model
-        self._before, self._tensors = self._now(), self._tensors_now()  # which keep their ids
+        # Tensors are kept, so that no new one gets an old one's id.
+        self._before, self._tensors = self._now(), self._tensors_now()
         self._values = [tensor.detach().clone() for _, tensor in self._tensors]
 
     def _tensors_now(self) -> list[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """The tests' options and marks, without an import of TransformerLens.
 
-A process of pytest-xdist that only hands out tests to others is ready in a second.
+So the controller of pytest-xdist, which runs no test itself, is ready in a second.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import pytest
 
-pytest.register_assert_rewrite("shared_fixtures")
+pytest.register_assert_rewrite("shared_fixtures", "comparison", "offloads", "local_hosts")
 
 
 def pytest_report_header() -> str:

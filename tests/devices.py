@@ -26,7 +26,7 @@ LEAST = 1e-4 if TYPE else 0.0
 """No tolerance is smaller, because a GPU sums in another order than the CPU."""
 _OF_DTYPE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
-_in_their_place = tl_devicefix.simulate(4)  # of real ones, with the type "sim": to try this module
+_in_their_place = tl_devicefix.simulate(4)  # they count as real ones if TYPE is "sim"
 
 
 def device(index: int) -> str:
@@ -64,8 +64,9 @@ class RealMachine:
 
 @contextmanager
 def real_machine(n_devices: int, memory: Any = None) -> Iterator[RealMachine]:
-    """Within it, there are `n_devices` devices, the first is the default, and missing ones skip.
+    """Within it, `n_devices` devices seem to exist, and using a missing one skips the test.
 
+    The first is the default device.
     A test that asks for four devices and uses one runs on a machine with one GPU.
     """
     if memory is not None:
@@ -104,7 +105,7 @@ def use_real_devices() -> None:
     torch.testing.assert_close = _assert_close
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Models without values are of memory that is never touched.
+    # Filling would touch the memory of models that have no values.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-N_LAYERS = 5  # not a multiple of 2, 3 or 4, so that no spread is even
+N_LAYERS = 5  # not a multiple of 2, 3 or 4, so that no split is even
 D_MODEL = 16
 N_HEADS = 4
 N_KEY_VALUE_HEADS = 2
@@ -39,7 +39,7 @@ _GPT |= {"n_positions": N_CTX, **_TOKENS}
 
 def _phi() -> PretrainedConfig:
     config = transformers.PhiConfig(**_ROTARY, partial_rotary_factor=0.5)
-    config.partial_rotary_factor = 0.5  # transformers 5 hides it where TransformerLens cannot see
+    config.partial_rotary_factor = 0.5  # transformers 5 keeps it in rope_parameters
     return config
 
 
@@ -125,8 +125,8 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "nemotron-h": _nemotron_h,
     "olmo-hybrid": _olmo_hybrid,
-    # Which bitsandbytes can run: its kernel for CPUs takes multiples of 64. Mistral's layers are
-    # Linear, GPT-2's are Conv1D, so transposed.
+    # Sizes for bitsandbytes, whose CPU kernel takes multiples of 64. Mistral has Linear layers,
+    # GPT-2 has Conv1D layers, whose weights are transposed.
     "wide mistral": lambda: transformers.MistralConfig(
         **{**GROUPED, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
         sliding_window=4,
@@ -140,7 +140,7 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 def make_hf_model(config: PretrainedConfig, *dtypes: torch.dtype) -> PreTrainedModel:
     """A tiny model in which every norm and every bias matters, converted to each dtype in turn."""
-    with torch.device("cpu"):  # because the first test to ask may have set another default device
+    with torch.device("cpu"):  # the first test that needs it may have set another default
         model = AutoModelForCausalLM.from_config(config)
         randomize(model)
     model.config.architectures = [type(model).__name__]
@@ -169,7 +169,7 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def padded(tokens: torch.Tensor, where: slice = slice(3)) -> torch.Tensor:
-    """A mask of the first sequence's pads: by default three on the left."""
+    """An attention mask with pads in the first sequence: by default three on the left."""
     mask = torch.ones_like(tokens)
     mask[0, where] = 0
     return mask
@@ -178,7 +178,7 @@ def padded(tokens: torch.Tensor, where: slice = slice(3)) -> torch.Tensor:
 def make_tokenizer(directory: Path) -> Any:
     """A tokenizer of the words w3, w4, ..., saved in a directory and read from it again.
 
-    TransformerLens reads a tokenizer anew from where it came, so it must have come from somewhere.
+    TransformerLens loads a tokenizer again from its directory, so it needs one.
     """
     words = ["<bos>", "<eos>", "<pad>", *(f"w{i}" for i in range(3, D_VOCAB - 1)), "<unk>"]
     model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
@@ -195,7 +195,7 @@ def make_tokenizer(directory: Path) -> Any:
 
 
 def save_checkpoint(hf_model: PreTrainedModel, tokenizer: Any, directory: Path) -> Path:
-    """Save a model and its tokenizer as Hugging Face checkpoints are."""
+    """Save a model and its tokenizer as a Hugging Face checkpoint."""
     hf_model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -212,9 +212,9 @@ _FIRST_BLOCKS_LAST = {
 
 
 def balanced_map(name: str, devices: list[Any]) -> dict[str, str]:
-    """Return a `device_map` as accelerate's "balanced": the final norm lies last.
+    """Return a `device_map` like accelerate's "balanced", with the final norm on the last device.
 
-    That is not where the package's own plan puts it.
+    The package's own plan puts the norm elsewhere.
     """
     first, blocks, last = _FIRST_BLOCKS_LAST.get(name, _FIRST_BLOCKS_LAST["llama"])
     device_map = dict.fromkeys(first, str(devices[0]))

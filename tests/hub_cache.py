@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 class HubCache:
-    """A directory of checkpoints that count as fetched from the hub before."""
+    """A directory of checkpoints that count as downloaded from the hub."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -56,7 +56,7 @@ def commit_of(name: str, revision: str) -> str:
 def go_offline(patch: pytest.MonkeyPatch, cache: Path) -> None:
     """Let the hub's library see only a cache, as with HF_HUB_OFFLINE=1 and HF_HUB_CACHE.
 
-    It reads the environment when it is imported, so what it then keeps is replaced.
+    The library reads the environment when it is imported, so its constants are replaced.
     """
     patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))

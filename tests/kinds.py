@@ -30,14 +30,14 @@ SCATTERED = {
     "embed": 2, "pos_embed": 1, "blocks": 3, "blocks.0": 1, "blocks.1": 0, "blocks.2": 1,
     "ln_final": 0, "unembed": 1,
 }  # fmt: skip
-"""A device_map in which nothing is next to what it exchanges with, and home is the third device."""
+"""A device_map that goes back and forth between devices; home is the third one."""
 
 Spread = int | str
-"""Over how many devices a model lies, or "scattered"."""
+"""The number of devices that a model is split across, or "scattered"."""
 
 
 def where_to(architecture: str, spread: Spread) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that spread a model of this architecture so."""
+    """Return the arguments of `from_pretrained` that split this architecture so."""
     if spread != "scattered":
         return {"n_devices": spread}
     left_out = () if architecture in ("gpt2", "bloom") else ("pos_embed",)

@@ -1,4 +1,4 @@
-"""Other hosts as workers in this process: what they are asked runs in a thread, on copies."""
+"""Other hosts, played by workers in this process: each call runs in a thread, on copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tl_devicefix.multihost.worker import Worker
 
 
 class LocalHost(Host):
-    """A worker of this process, asked as one of another host is.
+    """A worker in this process, called like one on another host.
 
     Attributes:
         calls: names of the methods that were called.
@@ -38,6 +38,7 @@ class LocalHost(Host):
         return copy.deepcopy(future.result())
 
     def _call(self, method: str, arguments: Any) -> Any:
+        _check(arguments)
         value = getattr(self.worker, method)(*arguments)
         _check(value)
         return value
@@ -54,7 +55,7 @@ def _check(value: Any) -> None:
         _check(vars(value))
     else:
         kinds = (bool, int, float, str, torch.dtype, torch.device, torch.Tensor)
-        assert value is None or type(value) in kinds, type(value)
+        assert value is None or type(value) in kinds or isinstance(value, type), type(value)
         if isinstance(value, torch.Tensor):
             assert value.device.type == "cpu"
             assert not value.requires_grad

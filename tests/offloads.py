@@ -21,7 +21,7 @@ OFFLOADED = {
 
 
 def assert_at_rest(model: Any) -> None:
-    """The weights are where the placement says, and the model's own."""
+    """Assert that weights are where the placement stores them, and that none is a copy."""
     modules = dict(model.named_modules())
     for component in model.placement.components:
         for parameter in modules[component.name].parameters():
@@ -37,7 +37,7 @@ def weights_of(block: torch.nn.Module) -> int:
 
 
 def offloaded_blocks(model: Any) -> list[int]:
-    """Which blocks live on the host."""
+    """Return the numbers of the offloaded blocks."""
     blocks = [c for c in model.placement.components if c.name.startswith("blocks.")]
     return [layer for layer, component in enumerate(blocks) if component.offloaded]
 
@@ -45,7 +45,10 @@ def offloaded_blocks(model: Any) -> list[int]:
 def assert_two_blocks_at_a_time(
     model: Any, machine: Any, run: Callable[[], object], activations: float
 ) -> None:
-    """A run takes memory for two offloaded blocks on a device, and for activations, in blocks."""
+    """Assert a run's peak on each device: two offloaded blocks, and less than `activations` more.
+
+    Memory is counted in blocks.
+    """
     block = max(weights_of(model.blocks[layer]) for layer in offloaded_blocks(model))
     runs_on = [it.device for it in model.placement.components if it.offloaded]
     gc.collect()

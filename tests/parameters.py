@@ -19,7 +19,7 @@ def in_turn(*axes: Iterable[Any]) -> list[Any]:
     """
     values = [[_param(value) for value in axis] for axis in axes]
     quick = {
-        # An axis goes round at its own pace, so that two of a length are not always in step.
+        # Each round shifts an axis by its place, so that axes of one length get out of step.
         tuple((i + place * (i // len(axis))) % len(axis) for place, axis in enumerate(values))
         for i in range(max(map(len, values)))
     }

@@ -1,4 +1,4 @@
-"""Runs as users write them: most are of a model and a batch, for `pipeline_map`."""
+"""Runs as users write them: most take a model and a batch, as `pipeline_map` calls them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def a_number_that_is_waited_for(model: Any, batch: torch.Tensor) -> list[float]:
 
 
 def looped(model: Any, tokens: Any, runs: Any, **arguments: Any) -> list[Any]:
-    """What `sweep` gives, one run after the other."""
+    """Return what `sweep` gives, computed one run after the other."""
     return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
 
 

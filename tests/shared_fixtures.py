@@ -88,7 +88,7 @@ def pytest_runtest_makereport(
     """With `--unpatched`, swap "passed" and "failed"; an error in a fixture stays one."""
     report = yield
     if item.config.getoption("--unpatched") and call.when == "call" and not report.skipped:
-        # It says nothing of the patches that a model without them lacks an attribute of ours.
+        # A model without the patches has no `placement`: this error says nothing about them.
         lacks_ours = call.excinfo and "no attribute 'placement'" in str(call.excinfo.value)
         if report.passed:
             report.outcome, report.longrepr = "failed", "marked fails_unpatched, and passes"
@@ -103,7 +103,7 @@ def parameters_of(test: pytest.Item) -> dict[str, Any]:
 
 
 def fails_unpatched(test: pytest.Item) -> bool:
-    """Return True if a test is marked so; on one device there is nothing for patches to fix."""
+    """Return True if a test is marked fails_unpatched, and runs on more than one device."""
     marked = test.get_closest_marker("fails_unpatched") is not None
     return marked and parameters_of(test).get("n_devices") != 1
 
@@ -115,12 +115,12 @@ def classes_of(test: pytest.Item) -> set[str]:
 
 
 def is_of_another_class(test: pytest.Item) -> bool:
-    """Return True if a test's class is not the one of its mark, or not there."""
+    """Return True if a test's mark and parameter disagree, or its class is not installed."""
     return len(classes := classes_of(test)) > 1 or not classes <= set(CLASSES)
 
 
 def is_left_to_others(test: pytest.Item) -> bool:
-    """Return True if another version's default run has this test, of the same code."""
+    """Return True if the default run with another TransformerLens version has this test."""
     if BRIDGE in classes_of(test) and has_hooked_transformer():
         mark = test.get_closest_marker(BRIDGE)
         return mark is None or not mark.kwargs.get("in_3")
@@ -163,9 +163,9 @@ def tokens():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection():
-    """Freeze what exists before a module's tests, because collections then skip it.
+    """Freeze the objects that exist before a module's tests, so that collections skip them.
 
-    That saves a third of a second each: of loads that fail, and of tests that measure memory.
+    A failed load, or a test that measures memory, then takes a third of a second less.
     """
     gc.collect()
     gc.freeze()
@@ -173,9 +173,9 @@ def quick_garbage_collection():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_network(tmp_path_factory):
-    """Refuse connections at once, and do not try loads on a tiny twin.
+    """Refuse connections at once, and do not check loads on a tiny model of the same config.
 
-    The trial takes as long as loading a tiny model; tests/twin has it.
+    The check takes as long as loading a tiny model. In tests/twin it is on.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TL_DEVICEFIX_ON_MISMATCH", "ignore")
@@ -198,7 +198,7 @@ def no_grad():
 
 @pytest.fixture
 def bars_as_before():
-    """Commands turn transformers' progress bars off for their process."""
+    """Restore transformers' progress bars, which our commands turn off for the process."""
     were_on = hf_logging.is_progress_bar_enabled()
     yield
     if were_on:
@@ -210,15 +210,15 @@ def bars_as_before():
 
 @pytest.fixture
 def n_devices() -> int:
-    """How many devices `machine` has; parametrise `n_devices` for others."""
+    """How many devices `machine` has, unless a module shares it; parametrise it for others."""
     return 4
 
 
 @pytest.fixture(scope="session")
 def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`with simulated(4) as machine`: as `tl_devicefix.simulate`, or real devices.
+    """`with simulated(4) as machine`: like `tl_devicefix.simulate`, or with real devices.
 
-    With `--unpatched` it is without the patches, and with `--asynchronous` behind the host.
+    With `--unpatched`, the patches are off; with `--asynchronous`, devices run behind the host.
     """
 
     @contextlib.contextmanager
@@ -273,13 +273,13 @@ def model_class(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def kind() -> str:
-    """Which architecture the model has; parametrise it for others."""
+    """The kind of `model`, or its architecture; parametrise it for others."""
     return "llama"
 
 
 @pytest.fixture
 def spread() -> int | str:
-    """Over how many devices `model` lies, or one of `kinds.Spread`; parametrise it for others."""
+    """How `model` is split: a `kinds.Spread` or a key of `OFFLOADED`; parametrise it for others."""
     return 4
 
 
@@ -293,9 +293,9 @@ def load(
 ) -> Callable[..., Any]:
     """`load("llama", 2)`: a new model across two devices, as users load it.
 
-    Without a number, it lies where the options say, such as `device_map`, or else across four
-    devices, a Bridge as accelerate's "balanced" has it. `folded` is as for `on_one`. A
-    HookedTransformer has the weights of `hf_model`, if one is given.
+    Without a number, options such as `device_map` place it. Without those, it is split across four
+    devices, a Bridge like accelerate's "balanced". `folded` is as for `on_one`. A HookedTransformer
+    has the weights of `hf_model`, if one is given.
     """
 
     def load(kind: str, spread: Any = None, *, hf_model: Any = None, **options: Any) -> Any:
@@ -315,6 +315,7 @@ def load(
             options["device_map"] = balanced_map(kind, [devices.device(i) for i in range(4)])
         elif spread is not None:
             options["n_devices"] = spread
+        assert hf_model is None
         return boot(checkpoints(kind), **options)
 
     return load
@@ -336,9 +337,9 @@ def loaded_in_module() -> dict[Any, Any]:
 
 @pytest.fixture
 def shared(model_class: str, load: Any, loaded_in_module: dict[Any, Any]) -> Callable[..., Any]:
-    """As `load`, but loaded once for the tests of a module: not to be changed.
+    """Like `load`, but loaded once for the tests of a module: not to be changed.
 
-    It has no hooks and gradients of earlier tests.
+    Hooks and gradients of earlier tests are removed.
     """
 
     def get(*args: Any, **options: Any) -> Any:
@@ -352,7 +353,7 @@ def shared(model_class: str, load: Any, loaded_in_module: dict[Any, Any]) -> Cal
 
 @pytest.fixture(scope="session")
 def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[..., Any]:
-    """`references(HOOKED, "gpt2")`: as `on_one`, but shared, so not to be changed."""
+    """`references(HOOKED, "gpt2")`: like `on_one`, but shared, so not to be changed."""
 
     def load(model_class: str, kind: str, **options: Any) -> Any:
         def source(name: str) -> Any:
@@ -369,7 +370,7 @@ def references(hf_models: Any, checkpoints: Any, tokenizer: Any) -> Callable[...
 
 @pytest.fixture
 def on_one(model_class: str, references: Any) -> Callable[..., Any]:
-    """`on_one("gpt2")`: as unpatched TransformerLens loads it on one CPU; a copy of its own.
+    """`on_one("gpt2")`: a new copy of what unpatched TransformerLens loads on one CPU.
 
     A HookedTransformer is processed unless `folded=False`, a Bridge only if `folded=True`.
     """
@@ -392,12 +393,12 @@ def reference(on_one: Any, kind: str) -> Any:
 
 
 def clean(model: Any) -> Any:
-    """Take off the hooks and gradients of earlier tests."""
+    """Remove the hooks, gradients and ALiBi biases of earlier tests."""
     model.reset_hooks(including_permanent=True)
     model.zero_grad()
     for module in model.modules():
-        # TransformerLens keeps the ALiBi bias of the longest input, and adds a part of it to the
-        # attention scores of a shorter one that differs by a constant for each query.
+        # TransformerLens keeps the ALiBi bias of the longest input. A shorter input gets a slice
+        # of it, which differs from its own bias by a constant for each query.
         if "alibi" in vars(module):
             module.alibi = None
     return model

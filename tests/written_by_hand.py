@@ -21,8 +21,8 @@ MODEL = {"name": "none", "class": "none", "n_layers": 2, "d_model": D_MODEL}
 def write_by_hand(directory: Path, dtype: torch.dtype = torch.bfloat16) -> SavedActivations:
     """Activations of eleven examples in three shards.
 
-    `RESID` counts: each token's activation is its number, four times; `REDUCED` has the number of
-    the example, and no tokens.
+    In `RESID`, each of a token's four values is the token's number, counted across examples.
+    `REDUCED` has one value for each example, the example's number, and no token axis.
     """
     directory.mkdir(exist_ok=True)
     name = str(dtype).removeprefix("torch.")

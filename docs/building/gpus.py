@@ -6,7 +6,6 @@ python docs/building/gpus.py
 from __future__ import annotations
 
 import contextlib
-from itertools import count
 from math import ceil
 
 import tl_devicefix
@@ -39,9 +38,9 @@ def main() -> None:
 
 def devices(name: str, memory: int, weights: float) -> int:
     """Return the fewest GPUs with `memory` GiB that hold a model of `weights` GiB."""
-    for n in count(ceil(weights / (FOR_WEIGHTS * memory))):
+    for n in range(ceil(weights / (FOR_WEIGHTS * memory)), 65):
         limits = dict.fromkeys(range(n), f"{FOR_WEIGHTS * memory}GiB")
-        with contextlib.suppress(ValueError):  # that the weights do not fit
+        with contextlib.suppress(ValueError):  # the weights do not fit
             tl_devicefix.plan(name, n_devices=n, dtype="bfloat16", max_memory=limits)
             return n
     raise AssertionError

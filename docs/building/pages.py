@@ -4,7 +4,7 @@ A notebook becomes a page that shows the outputs it was committed with. README, 
 README, CONTRIBUTING and CHANGELOG become pages. In the sources, links are those that work in the
 repository.
 
-If a page names a file, or a name in one (`hooked_transformer/loading.py:from_pretrained`), it has
+Files that a page names, and names in them (`hooked_transformer/loading.py:from_pretrained`), have
 to exist in the repository or in the package.
 """
 
@@ -84,7 +84,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return link.group()  # mkdocs reports it
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".")
 
-    if page.file.src_uri != "changelog.md":  # it names what no longer exists, too
+    if page.file.src_uri != "changelog.md":  # the changelog also names code that is gone
         for path, names in _CODE.findall(markdown):
             if missing := _missing(path, names):
                 _log.warning("%s names %s, which does not exist", source, missing)

@@ -4,13 +4,13 @@
 
 - Blocks of ```python are run in order, as one script. Blocks of ```bash are run if they show an
   output or run a script of docs/.
-- A block of ```text is the whole output of the block before it, and so is a table after a script.
+- A block of ```text is the whole output of the block before it. So is a table after a script.
 - A line of "..." stands for omitted lines, and "..." before a file for its directory.
 - `<!-- no output -->` marks a ```text that no block prints, after a block of ```py or ```bash.
 - Outputs are those of the TransformerLens that the page names before them. Blocks for versions that
   are not installed are skipped.
 
-Without names, all pages are run. If a page shows something else than its blocks print, the
+Without arguments, all pages are run. If a page shows something else than its blocks print, the
 difference is printed, and the exit status is 1.
 """
 
@@ -64,7 +64,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
                 is_run, shown = True, part["table"]
             if part["text"] and not of:
                 raise ValueError(f"{page.name} does not name the TransformerLens of its outputs")
-            if is_run and f".{version('transformer_lens')}".startswith(f".{of}"):
+            if is_run and f"{version('transformer_lens')}.".startswith(of and f"{of}."):
                 yield language, code, shown or ""
 
 

@@ -1,4 +1,4 @@
-"""Models to check: spread over the devices of `machine`, for one test to change as it likes."""
+"""A model to check, across the devices of `machine`; each test may change its own."""
 
 import pytest
 
@@ -7,7 +7,7 @@ LIES = {"": 0, **{f"blocks.{layer}": device for layer, device in enumerate((0, 1
 
 @pytest.fixture
 def model(load):
-    """A folded Llama over four devices; each version of TransformerLens would spread it otherwise.
+    """A folded Llama across four devices, split alike on each version of TransformerLens.
 
     Block 2 is on `device(2)`.
     """

@@ -21,7 +21,7 @@ FUSING = [model_class for model_class in CLASSES if version() >= Version(OLDEST[
 
 
 def unfused(model: Any, run: Callable[[Any], Any]) -> Any:
-    """What a run of a model gives by TransformerLens's own forward; it is fused afterwards."""
+    """Return a run's result with TransformerLens's own forward, then fuse the model again."""
     tl_devicefix.unfuse_blocks(model)
     try:
         return run(model)
@@ -30,14 +30,14 @@ def unfused(model: Any, run: Callable[[Any], Any]) -> Any:
 
 
 def assert_either_way(model: Any, run: Callable[[Any], Any], tolerance: float = 1e-5) -> Any:
-    """A run of a fused model gives what it gives by TransformerLens's own forward."""
-    actual = run(model)  # before it is fused again, which would have it look at everything
+    """Assert that a run of a fused model gives the same as TransformerLens's own forward."""
+    actual = run(model)  # first: a newly fused model checks all of its blocks
     assert_agrees(actual, unfused(model, run), tolerance=tolerance)
     return actual
 
 
 def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]:
-    """A run that gives logits, and the gradients of a loss."""
+    """Return a run that gives logits, and the gradients of a loss."""
 
     def run(model: Any) -> Any:
         logits = model(tokens, **options)
@@ -49,7 +49,7 @@ def with_gradients(tokens: torch.Tensor, **options: Any) -> Callable[[Any], Any]
 
 
 class ShapesMade(TorchDispatchMode):
-    """Within it, the shapes of what operations make, views among them."""
+    """Collects the shapes of all tensors that operations return within it, views too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,5 +64,5 @@ class ShapesMade(TorchDispatchMode):
         return result
 
     def of_pairs(self, n_tokens: int) -> list[tuple[int, ...]]:
-        """Those of every query and key, of a number of tokens that no other size is."""
+        """Return the shapes with `n_tokens` twice, such as scores; no other size may equal it."""
         return [shape for shape in self.shapes if shape.count(n_tokens) > 1]

@@ -1,4 +1,4 @@
-"""Models whose blocks are fused, on one CPU and over the devices of a machine."""
+"""Models whose blocks are fused, on the CPU, and a list of their calls of SDPA."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ def model_class(request):
 
 @pytest.fixture
 def fused(shared):
-    """`fused("llama")`: a model on the CPU, with fused blocks, for one test to change as it likes.
-
-    A copy has the layout of the loaded weights; the blocks keep views of them.
-    """
+    """`fused("llama")`: a model on the CPU, with fused blocks, that the test may change."""
 
     def fused(kind="llama", **options):
         model = copy.deepcopy(shared(kind, device="cpu", **options))
@@ -34,7 +31,7 @@ def fused(shared):
 
 @pytest.fixture
 def fused_blocks(monkeypatch):
-    """How many queries each call of SDPA had, of blocks that build no scores."""
+    """The number of queries in each call of SDPA, which only fused blocks make."""
     calls: list[int] = []
     original = F.scaled_dot_product_attention
 

@@ -16,7 +16,7 @@ def pytest_addoption(parser):
 
 def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
-        # No options where the whole suite runs, as pytest reads them before this file.
+        # Missing if the whole suite runs: pytest parses options before it loads this file.
         first = metafunc.config.getoption("--seed", None) or 0
         cases = metafunc.config.getoption("--cases", None) or (6 if IS_BRIDGE else 18)
         metafunc.parametrize("seed", range(first, first + cases))

@@ -1,7 +1,7 @@
-"""The tiny models of the random trial: kinds, placements, and what in them can be drawn by name.
+"""The tiny models of the fuzz test: kinds, placements, and the names that a case can draw.
 
-Nothing here imports the package, because the process that runs the installed TransformerLens alone
-imports this too.
+Importing this module does not import the package, because the process that runs TransformerLens
+unpatched imports it too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HOOKED: dict[str, dict[str, Any]] = {
     "olmoe": {**_LLAMA, **_MIXTURE, "original_architecture": "OlmoeForCausalLM", "clip_qkv": 1.0},
     "gpt-oss": {**_LLAMA, **_LOCAL, "use_attention_sinks": True},
 }
-"""Configs of HookedTransformers, called after models that have such blocks."""
+"""Configs of HookedTransformers, named after models with such blocks."""
 if IS_BRIDGE:
     _PROCESSED = ("", "", "unprocessed", "compatible")
     _NAMES = ("llama", "gpt2", "pythia", "gemma-2", "qwen3", "bloom", "gpt-j")
@@ -92,14 +92,14 @@ def _build_bridge(kind: str, placement: dict[str, Any], seed: int = 0) -> Any:
     bridge = TransformerBridge.boot_transformers(str(_checkpoint(name, seed)), **options)
     if processed:
         bridge.enable_compatibility_mode(no_processing=processed == "unprocessed")
-    with torch.no_grad():  # because blocks register hooks of their own in the first forward
+    with torch.no_grad():  # blocks register hooks of their own in the first forward
         bridge(torch.tensor([[3]]))
     return bridge
 
 
 @functools.cache
 def _checkpoint(name: str, seed: int) -> Path:
-    """A directory with a model, which goes when the process ends."""
+    """Save a model in a directory that is deleted when the process ends; return the directory."""
     from transformers import AutoModelForCausalLM
 
     directory = tempfile.TemporaryDirectory()
@@ -115,7 +115,7 @@ build = _build_bridge if IS_BRIDGE else _build_hooked
 
 @functools.cache
 def names_in(kind: str) -> dict[Any, list[str]]:
-    """What operations can name in a model: in its first two blocks, and outside of blocks."""
+    """Return the names that operations can draw: in the first two blocks, and outside of blocks."""
     model = build(kind, {})
     points = [name for name in model.hook_dict if name.startswith((*BLOCKS, EMBED, "ln_final"))]
     owners = sorted({name.rpartition(".")[0] for name in points} - {""})
@@ -127,7 +127,7 @@ def names_in(kind: str) -> dict[Any, list[str]]:
         for own, value in (*module._parameters.items(), *module._buffers.items())
         if value is not None
     ]
-    # Half of the hooks are on a block's own points, because users' mostly are.
+    # Half of the draws are a block's own hook points, which users hook most.
     own = [name for name in points if name.count(".") == 2] or points
     often = [*points, *own * (len(points) // len(own))]
     return {Module: [*modules, *modules, *points], Point: often, Tensor: tensors}

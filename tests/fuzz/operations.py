@@ -5,8 +5,8 @@ may be: a `Literal`, one of `SETTINGS`, or a name that `models.names_in` finds. 
 `("replace_module", "blocks.0.mlp", "copy")` calls
 `replace_module(trial, "blocks.0.mlp", "copy")`.
 
-Left out are code that users replace by hand, because it acts once they fuse again, and hooks for
-all modules, with which no block runs fused.
+Not drawn are replaced methods and classes, which take effect only after fusing again, and torch's
+global module hooks, with which no block runs fused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _OF_BLOCKS: list[tuple[str, Any]] = [
     *(("attn.attn_scale", 0.5), ("attn.alibi", None), ("ln1.eps", 0.1), ("mlp.act_fn", "tanh")),
 ]
 if IS_BRIDGE:
-    # Not those for results or inputs of heads: a Bridge adds these up, which rounds otherwise.
+    # Without use_attn_result and use_attn_in: a Bridge sums over heads, which rounds otherwise.
     _CONFIG = [("eps", 0.1), ("use_hook_mlp_in", True)]
     _OF_BLOCKS = [
         *(("attn._original_component.scaling", 0.3), ("mlp._original_component.act_fn", "tanh")),
@@ -73,10 +73,10 @@ SETTINGS += 8 * [(f"{block}.{name}", value) for block in BLOCKS for name, value 
 
 @dataclass
 class Trial:
-    """A model, and what was seen of it so far.
+    """A model, and the values seen so far.
 
-    That is a label, whether the model had numbers of 16 bits, the largest number, and tensors
-    divided by it.
+    Each has a label, whether the model had numbers of 16 bits, a scale (the largest number, at
+    least 1), and the values divided by the scale.
     """
 
     model: Any
@@ -103,7 +103,7 @@ class Trial:
         self.seen.append((label, _has_16_bits(self.model), scale, parts))
 
     def note_activations(self, label: str, *values: Any) -> None:
-        """Note values; not with padding on the left, because a row that sees none may differ."""
+        """Note values, except with left padding: a pad's row, which sees no token, may differ."""
         if self.padding != "left":
             self.note(label, *values)
 
@@ -114,7 +114,7 @@ class Trial:
         try:
             globals()[name](self, *arguments)
         except Exception as error:  # noqa: BLE001 - whatever it is, the installed one has to raise it
-            # Without addresses, and without what torch calls a tensor of a device.
+            # Leave out addresses, and torch's names of a device's tensors ("CPUFloatType").
             of_device = r"0x\w+|(sim|torch\.|CPU)(?=\w+(Type|Tensor))|(?<=\w)(Type|Tensor)\b"
             says = re.sub(of_device, "", f"{type(error).__name__}: {error}")
             self.note(f"{name} raises {says}", None)
@@ -144,7 +144,7 @@ def tokens(n: int) -> torch.Tensor:
 
 
 def mask_of(trial: Trial, n: int, is_padded: bool) -> torch.Tensor:
-    """The mask of two prompts of some tokens; with padding, the first has a pad."""
+    """Return the mask of two prompts of `n` tokens; with padding, the first has a pad."""
     mask = torch.ones(2, n, dtype=torch.long)
     if is_padded and n > 1:
         mask[0, 0 if trial.padding == "left" else n // 2] = 0
@@ -158,7 +158,7 @@ def finish(trial: Trial, grad: str, logits: Any) -> None:
     trial.note("logits", logits)
     if grad == "enable_grad":
         logits.float().pow(2).sum().backward()
-        # Together, because some of them, as of b_K, are the rounding of others.
+        # Noted together, with one scale: some, such as b_K's, are nothing but rounding.
         trial.note("grads", [p.grad for _, p in trial.model.named_parameters()])
         trial.model.zero_grad()
 
@@ -185,7 +185,7 @@ def generate(trial: Trial, n: N, use_past_kv_cache: Bool, do_sample: Bool) -> No
     made = trial.model.generate(
         tokens(n),
         max_new_tokens=3,
-        # A Bridge alone loses its cache: transformers 5.24 gives it by another name.
+        # An unpatched Bridge loses its cache, which transformers 5.24 has renamed.
         use_past_kv_cache=use_past_kv_cache and not IS_BRIDGE,
         do_sample=do_sample,
         stop_at_eos=False,
@@ -211,20 +211,20 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Bool) 
 
 
 def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
-    """What a hook does with what it is given."""
+    """Note what a hook is given, and do what the effect says."""
     trial.note_activations(f"hook {hook.name}", x)
     if not isinstance(x, torch.Tensor):
         return None
     if effect == "edit in place":
         x[:, 0] *= 0.5
-    if effect == "upcast" and "attn." not in hook.name:  # there, TransformerLens's own raises
+    if effect == "upcast" and "attn." not in hook.name:  # TransformerLens's attention raises
         return x.double()
     made = {"scale": lambda: x * 1.25, "zero": lambda: torch.zeros_like(x)}
     return made.get(effect, lambda: None)()
 
 
 def hook(trial: Trial, point: Point, effect: Effect, direction: Direction, forever: Bool) -> None:
-    function = functools.partial(act, trial, effect)  # which leads to the model, also in copies
+    function = functools.partial(act, trial, effect)  # refers to the trial, so to its model
     trial.model.add_hook(point, function, direction, is_permanent=forever)
 
 
@@ -254,7 +254,7 @@ def remove_hooks(trial: Trial, how: Literal["reset", "permanent", "handles"]) ->
 def empty_hook_dicts(
     trial: Trial, module: Module, of_all: Bool, which: HookDict, how: Literal["clear", "assign"]
 ) -> None:
-    """The idiom by which people remove all hooks."""
+    """Empty torch's dicts of hooks, as users do to remove all hooks."""
     for of in trial.model.modules() if of_all else [trial.at(module)]:
         if how == "clear":
             getattr(of, which).clear()
@@ -267,7 +267,7 @@ def set_value(trial: Trial, setting: Setting) -> None:
     owner = path.rpartition(".")[0]
     if owner.endswith(".cfg"):
         trial.put(owner, copy.copy(trial.at(owner)))
-    trial.at(path)  # which has to be there
+    trial.at(path)  # raises if there is none
     trial.put(path, nn.Tanh() if value == "tanh" else value)
 
 
@@ -285,7 +285,7 @@ def edit(trial: Trial, tensor: Tensor, how: Edit) -> None:
     if old.is_floating_point():
         new = torch.randn(old.shape).to(old) * 0.3
     is_parameter = isinstance(old, nn.Parameter)
-    if how == "tensor" and is_parameter:  # in whose place torch refuses one
+    if how == "tensor" and is_parameter:  # torch refuses a plain tensor in its place
         delattr(module, name)
     do: dict[str, Callable[[], Any]] = {
         "in place": lambda: torch.no_grad()(old.copy_)(new),
@@ -316,12 +316,12 @@ def copy_model(trial: Trial) -> None:
 
 
 def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
-    """A change that a hook makes, once."""
+    """Add a hook that makes a change in its first call."""
     todo = [operation]
 
     def hook(x: Any, hook: Any) -> None:
         if todo:
-            # As inference tensors, new weights could have no gradients later.
+            # New weights must not be inference tensors, which cannot have gradients later.
             with torch.inference_mode(False):
                 trial.do(todo.pop())
 
@@ -332,5 +332,5 @@ RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
 CHANGES = [
     *(hook, hook, hook, torch_hook, remove_hooks, empty_hook_dicts),
     *(set_value, set_value, set_mode, edit, edit, replace_module),
-    *([] if IS_BRIDGE else [copy_model]),  # because copies of a Bridge refer to it weakly
+    *([] if IS_BRIDGE else [copy_model]),  # a Bridge's copy refers weakly to the Bridge
 ]

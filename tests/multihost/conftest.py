@@ -1,4 +1,4 @@
-"""A model of which some blocks are a worker's, and the same model in one process."""
+"""A model with some blocks on a worker, and the same model in one process."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ def host():
 
 @pytest.fixture(scope="module")
 def load(checkpoints):
-    """`load("llama", n_devices=2)`, from a checkpoint, of the newest class that there is."""
+    """`load("llama", n_devices=2)`, from a checkpoint: a HookedTransformer if there are any."""
     if has_hooked_transformer():
         from transformer_lens import HookedTransformer
 

@@ -1,9 +1,9 @@
-"""Models of which some blocks live in host memory."""
+"""Models with offloaded blocks."""
 
 import pytest
 
 
 @pytest.fixture
 def spread():
-    """Which of `OFFLOADED` the model is; parametrise it for others."""
+    """The key of `OFFLOADED` that says how `model` is placed; parametrise it for others."""
     return "some of one device"

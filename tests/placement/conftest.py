@@ -1,4 +1,4 @@
-"""Planning needs no device: its tests name simulated ones, also where real devices are in use."""
+"""Placements need no device: the tests name simulated ones, and are skipped on real devices."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models that are named without a network, and the memory that a run of one takes."""
+"""Models that load by name without a network, and the peak memory of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import transformers
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 CONFIG: Any = transformers.GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=11, n_positions=16)
-"""The config of a small model: of a Bridge, or of a HookedTransformer."""
+"""A small model's config: a HookedTransformer's, or a Bridge's with TransformerLens 4."""
 if has_hooked_transformer():
     from architectures import toy_config
 
@@ -22,14 +22,14 @@ a_bridge_by_name = pytest.mark.skipif(
 
 
 def layers(count: int, called: str = "num_hidden_layers") -> dict[str, Any]:
-    """Options of so few layers, which a config has by a name."""
+    """Return the options that load `count` layers; `called` is their name in a Bridge's config."""
     if has_hooked_transformer():
         return {"first_n_layers": count}
     return {"hf_config_overrides": {called: count}}
 
 
 def peaks_of(machine: Any, run: Callable[[], Any]) -> list[int]:
-    """What each device had at most while something ran and its result was kept."""
+    """Return the peak memory of each device during a run, its result included."""
     devices = range(len(machine.devices))
     for index in devices:
         machine.reset_peak_memory_stats(index)

@@ -1,4 +1,4 @@
-"""Models to compare with: toys, and what a name or a config is loaded as."""
+"""Loaded models to compare plans with, and the class that a plan assumes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from model_classes import CLASSES, HOOKED
 
 @pytest.fixture
 def model_class():
-    """HookedTransformer, or with TransformerLens 4 a Bridge, as a name is before loading."""
+    """HookedTransformer, or a Bridge with TransformerLens 4: the class that a plan assumes."""
     return CLASSES[0]
 
 
 @pytest.fixture
 def loaded(load, hf_models):
-    """`loaded("llama", 3)`: a model over so many devices, and its config before loading."""
+    """`loaded("llama", 3)`: a model across three devices, and its config."""
 
     def get(name, n_devices):
         model = load(name, n_devices=n_devices)

@@ -14,7 +14,7 @@ the code guarantees and not the one that happened.
 Not found: changes of pinned memory behind torch's back (numpy, files), or by other threads than the
 one that entered; races between Python's threads, which count as one host. A backward runs on the
 caller's current stream, and not on the forward's as on CUDA. Stricter than CUDA: streams may not
-write different halves of one storage, and only reads of values wait, not shapes that need values.
+write different halves of one storage, and an operation whose shape needs values does not wait.
 """
 
 from racing.machine import asynchronous

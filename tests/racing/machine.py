@@ -1,6 +1,6 @@
 """Simulated devices that run behind the host, with streams and events as `torch.cuda` has them.
 
-The CPU computes each operation at once, but it counts as done when somebody has waited for it.
+The CPU computes each operation at once, but it is not done for others until they wait for it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RacingExecutor(CpuExecutor):
                 return self._copy(func, args, kwargs, source, [of, device])
         if not func.is_view:
             name = func._schema.name.removeprefix("aten::")
-            # Such operands give a shape only, and may be on another device.
+            # Operands of `zeros_like` give only a shape, and may be on another device.
             gives_shape = name.endswith("_like") or name.startswith(("empty", "new_"))
             reads = () if gives_shape else (args, list(kwargs.values()))
             current_stream(device).launch(str(func), reads, _written(func, args, kwargs))
@@ -130,12 +130,12 @@ class RacingExecutor(CpuExecutor):
     ) -> torch.Tensor:
         """Copy between two devices, or the host and one, as CUDA does.
 
-        The host goes on at once if it asks to, and its memory is pinned or read from.
+        With `non_blocking`, the host goes on at once, unless the copy writes to unpinned memory.
         """
         non_blocking, to_host = any(args[2:]) or kwargs.get("non_blocking"), ends[1] is None
         target: torch.Tensor = func(*args, **kwargs)
         if non_blocking and to_host and func is aten._to_copy.default:
-            hold(target, Memory())  # because torch takes pinned memory for it
+            hold(target, Memory())  # torch allocates it pinned
         streams = [current_stream(index) for index in ends if index is not None]
         if target.numel():
             self.copies.append(streams[0])
@@ -163,7 +163,7 @@ def _written(func: Operation, args: Args, kwargs: Kwargs) -> list[Any]:
 
 
 class WatchingHost(TorchDispatchMode):
-    """Within it, the host's own use of pinned memory is checked, in the thread that entered."""
+    """Within it, the host's own uses of pinned memory are checked, in the thread that entered."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -186,7 +186,7 @@ class RacingMachine(Machine):
 
 @contextmanager
 def asynchronous(n_devices: int, memory: int | str = "80GiB") -> Iterator[Machine]:
-    """`simulate`, with devices behind the host; raises a `RaceError` on leaving at the latest."""
+    """Like `simulate`, with devices behind the host; raises a `RaceError` at exit at the latest."""
     if devices.TYPE:
         devices.skip_simulation()
     sizes = [parse_bytes(memory)] * n_devices

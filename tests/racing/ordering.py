@@ -1,15 +1,16 @@
 """The order of operations on streams and the host, and the races between them.
 
-A timeline (a stream, or the host) numbers its operations. Its clock has for each timeline the
-number up to which operations are done before what comes next:
+A timeline (a stream, or the host) numbers its operations. Its clock says, for each timeline, the
+number of the last operation that is done before its own next one:
 
     launch on a stream      its clock takes in the host's, and its own number grows by one
     wait_event, wait_stream the stream's clock takes in the other's, as it was when recorded
     synchronize             the host's clock takes in the stream's
 
-If each operation takes one unit of time, and the host none, what is on a timeline ends at `ends`.
+`ends` is when a timeline's last operation ends, if each takes one unit of time, and the host none.
 
-Two uses of a memory, one of which writes, are a race if the later one's clock lacks the earlier.
+Two uses of the same memory, one of which writes, are a race if the later one's clock lacks the
+earlier one's number.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _lock = threading.RLock()
 
 
 class RaceError(Exception):
-    """Nothing orders two uses of a memory. No RuntimeError, because code may handle torch's."""
+    """Nothing orders two uses of a memory. Not a RuntimeError, which our code may catch."""
 
 
 class Timeline:
-    """Runs operations in order: the host, which is one however many threads it has, or a stream."""
+    """A stream, or the host with all of its threads: it runs operations in order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -42,7 +43,7 @@ class Timeline:
         self.ends = 0
 
     def wait_stream(self, other: Timeline) -> None:
-        """Have what comes next here wait for what is on another timeline, or before an event."""
+        """Make the next operation here wait for another timeline so far, or for an event."""
         with _lock:
             _check_freed()
             self.clock |= other.clock
@@ -51,7 +52,7 @@ class Timeline:
     wait_event = wait_stream
 
     def record_event(self) -> Timeline:
-        """Return this point, as a timeline on which nothing more comes."""
+        """Return this point as an event: a timeline that gets no operations."""
         event = Timeline(self.name)
         event.wait_stream(self)
         return event
@@ -85,10 +86,10 @@ class Operation:
     timeline: Timeline
     number: int
     was_used: bool = False  # another operation read what it wrote
-    torn: str = ""  # why what it wrote is wrong: the host changed meanwhile what it reads
+    torn: str = ""  # why its result is wrong: the host changed its input too early
 
     def is_before(self, clock: Counter[Timeline]) -> bool:
-        """Return True if this is done before what comes next on the clock's timeline."""
+        """Return True if this is done before the next operation on the clock's timeline."""
         return clock[self.timeline] >= self.number
 
     def __str__(self) -> str:
@@ -123,12 +124,12 @@ class Memory:
             )
             if operation.timeline is not HOST or did == "writes" or other.was_used:
                 raise_or_keep(RaceError(race))
-            other.torn = race  # no race yet, because the copy may be dropped, and made again
+            other.torn = race  # no race yet: the copy may be dropped, and made again
         kept = self.uses if verb == "reads" else []
         self.uses = [use for use in kept if not use[0].is_before(HOST.clock)]
         self.uses.append((operation, verb))
 
-    def __del__(self) -> None:  # by any thread, in the middle of anything
+    def __del__(self) -> None:  # may run in any thread, at any point
         if self.stream is not None and not self.is_recorded:
             _freed.append(self)
 
@@ -145,7 +146,7 @@ def hold(tensor: torch.Tensor, memory: Memory) -> torch.Tensor:
 
 
 def memories_of(tensors: object) -> list[Memory]:
-    """Return the memory of these tensors, as far as that is a device's, or pinned."""
+    """Return the watched memory of these tensors: a device's, or pinned."""
     held = (vars(it.untyped_storage()).get(_HELD) for it in dense_tensors(tensors))
     return [memory for memory in held if memory is not None]
 

@@ -1,4 +1,4 @@
-"""Loads of this folder are tried on a tiny twin, as they are for users."""
+"""In this folder, each load is checked on a tiny model of the same config, as for users."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save(tokenizer, tmp_path):
         config = HF_CONFIGS[name]()
         model = make_hf_model(type(config)(**{**config.to_dict(), **settings}))
         path = str(save_checkpoint(model, tokenizer, tmp_path))
-        # As transformers reads it again, because it keeps some settings in other places.
+        # Loaded again, because transformers moves some settings of a config when it reads it.
         read = transformers.AutoModelForCausalLM.from_pretrained(
             path, attn_implementation="eager", dtype=torch.float32
         )
