@@ -50,7 +50,8 @@ def assert_same_tensors(ours: Weights, theirs: Weights, tolerance: float = 1e-5)
 def assert_same_logits(
     model: HookedTransformer, reference: Any, tokens: torch.Tensor, tolerance: float = 1e-5
 ) -> None:
-    home = torch.device(model.cfg.device)
+    given: Any = model.cfg.device
+    home = torch.device(given)
     assert_agrees(model(tokens), reference(tokens), home, tolerance)
 
 

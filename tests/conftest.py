@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--asynchronous": "run on simulated devices that run behind the host (tests/racing)",
         "--hosts": "run tests/surface with all blocks but the first device's on other hosts, which "
         "are threads of this process",
+        "--both": "run tests of either class, on a TransformerLens that has both",
         "--full": "run every combination of what tests are parametrised by, and what other "
         "versions run; by default, each value runs (tests/parameters.py)",
     }.items():

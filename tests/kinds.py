@@ -76,7 +76,8 @@ def devices_of(model: Any) -> set[str]:
 
 def home_of(model: HookedTransformer) -> torch.device:
     """Where tokens go in and logits come out, as the config tells users."""
-    return torch.device(model.cfg.device)
+    home: Any = model.cfg.device
+    return torch.device(home)
 
 
 def new_kv_cache(model: HookedTransformer, batch_size: int) -> Any:

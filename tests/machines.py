@@ -28,7 +28,8 @@ def transformer_lens_alone(machine: Machine) -> Iterator[None]:
     configure = tl_loading.get_pretrained_model_config
 
     def configure_on_first_device(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-        return configure(*args, device=device or str(machine.devices[0]), **kwargs)
+        kwargs["device"] = device or str(machine.devices[0])
+        return configure(*args, **kwargs)
 
     def get_best_available_device(cfg: Any) -> torch.device:
         device = torch.device(cfg.device)

@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect what the options leave out."""
     left_out = {item for item in items if is_of_another_class(item)}
     if not config.getoption("--full"):
-        left_out |= {it for it in items if it.get_closest_marker("full") or is_left_to_others(it)}
+        left_out |= {item for item in items if item.get_closest_marker("full")}
+        left_out |= {item for item in items if is_left_to_others(item)}
     if config.getoption("--unpatched"):
         tests = [item for item in items if item not in left_out and fails_unpatched(item)]
         if not config.getoption("--full"):  # of each test, one combination of parameters
@@ -121,6 +122,8 @@ def is_of_another_class(test: pytest.Item) -> bool:
 
 def is_left_to_others(test: pytest.Item) -> bool:
     """Return True if the default run with another TransformerLens version has this test."""
+    if test.config.getoption("--both"):
+        return False
     if BRIDGE in classes_of(test) and has_hooked_transformer():
         mark = test.get_closest_marker(BRIDGE)
         return mark is None or not mark.kwargs.get("in_3")
