@@ -318,7 +318,8 @@ def load(
             options["device_map"] = balanced_map(kind, [devices.device(i) for i in range(4)])
         elif spread is not None:
             options["n_devices"] = spread
-        assert hf_model is None
+        if hf_model is not None:
+            options["hf_model"] = hf_model
         return boot(checkpoints(kind), **options)
 
     return load

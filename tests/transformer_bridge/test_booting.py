@@ -204,6 +204,14 @@ def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tok
     assert_agrees(logits, expected, home)
 
 
+def test_a_misspelt_module_of_transformers_is_refused(checkpoints, machine):
+    says = r"names 'modle', but a LlamaForCausalLM has no such module; did you mean 'model'\?"
+    with pytest.raises(ValueError, match=says):
+        TransformerBridge.boot_transformers(
+            str(checkpoints("llama")), device_map={"modle": 0, "lm_head": 0}
+        )
+
+
 def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
     path = shutil.copytree(checkpoints("llama"), tmp_path / "copy")
     file = path / "model.safetensors"

@@ -30,7 +30,7 @@ from tl_devicefix.checkpoints.hub import (
     torch_dtype,
 )
 from tl_devicefix.fusing import fused
-from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.misspelt import did_you_mean, refuse_unknown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
@@ -314,6 +314,7 @@ class _PlannedClass:
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
         if _is_for_transformers(device_map, empty):
+            _check_names(device_map, empty)
             return _with_names_of_devices(device_map), None
         layout = layout_of(empty, adapter)
         placement = decide_fitting(
@@ -340,6 +341,18 @@ def _without_all_values() -> Iterator[None]:
                 as_it_is = replaced_in_thread(module, check, lambda _, weight, *__, **___: weight)
                 stack.enter_context(as_it_is)
         yield
+
+
+def _check_names(device_map: object, hf_model: nn.Module) -> None:
+    """Refuse names that a transformers model lacks: accelerate ignores them."""
+    names = {name for name, _ in (*hf_model.named_modules(), *hf_model.named_parameters())}
+    names |= {name for name, _ in hf_model.named_buffers()}
+    for name in device_map if isinstance(device_map, Mapping) else ():
+        if name not in names:
+            raise ValueError(
+                f"device_map names {name!r}, but a {type(hf_model).__name__} has no such module"
+                f"{did_you_mean(name, names)}"
+            )
 
 
 def _is_for_transformers(device_map: object, hf_model: nn.Module) -> bool:
