@@ -47,9 +47,6 @@ class Around:
     module that it holds for longer than a forward.
     """
 
-    resumes_modes = False
-    """True if `forward` runs the module within `dispatch.mixing.resuming_modes`."""
-
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Return the arguments that users' pre-hooks and the forward get."""
         return args, kwargs
@@ -107,13 +104,8 @@ class Around:
         return None
 
 
-def resumes_modes(forward: object) -> bool:
-    """Return True if what wraps a module resumes modes that pause in a model's forward."""
-    while isinstance(forward, AroundForward):
-        if forward.around.resumes_modes:
-            return True
-        forward = forward.inner
-    return False
+class ResumesModes(Around):
+    """Resumes modes that pause in a model's forward while a module, and those in it, run."""
 
 
 def innermost(forward: Any) -> Any:

@@ -98,10 +98,10 @@ def _in_placement(model: Model, name: str) -> str:
     # See `layout_of`: T5's position biases, for example, lie in its first block.
     components: dict[str, tuple[str, object]] = getattr(model, "real_components", {})
     part, _, rest = name.partition(".")
-    own, component = components.get(part, ("", None))
-    for other, (path, blocks) in components.items() if isinstance(component, nn.Module) else ():
-        index, _, within = own.removeprefix(f"{path}.").partition(".")
-        if isinstance(blocks, list) and own.startswith(f"{path}.") and within:
+    own, _ = components.get(part, ("", None))
+    for other, (path, blocks) in components.items():
+        if isinstance(blocks, list) and own.startswith(f"{path}."):
+            index = own.removeprefix(f"{path}.").partition(".")[0]
             return f"{other}.{index}.{rest}"
     return name
 

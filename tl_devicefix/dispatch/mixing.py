@@ -25,7 +25,7 @@ from torch.overrides import (
 )
 from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
-from tl_devicefix.around import Args, Forward, Kwargs, innermost, resumes_modes
+from tl_devicefix.around import Args, Forward, Kwargs, ResumesModes, innermost
 from tl_devicefix.dispatch.scheduler import launching, note_hooked, run_ahead
 from tl_devicefix.fusing.listening import hooks_of, note_hook
 from tl_devicefix.fusing.one_forward import forward_cache
@@ -73,22 +73,22 @@ def runs_users_code(model: Model) -> bool:
     if _has_any_global_hook():
         return True
     modules: dict[nn.Module, None] = {model: None}
+    kinds: set[type[nn.Module]] = set()
     for module in (pending := list(modules)):  # the list grows in the loop
         attributes = vars(module)
         hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
         methods = (value for value in attributes.values() if type(value) in _FUNCTIONS)
-        around = attributes.get("forward")
+        forward = innermost(attributes.get("forward")) or nn.Module
         # Users' hooks on hook points are called by our wrapper, which resumes the modes.
-        if any(map(is_of_user, (*hooks, *methods, innermost(around) or nn.Module))):
+        if any(map(is_of_user, (*hooks, *methods, forward))):
             return True
-        if resumes_modes(around):  # also for the modules inside
+        if ResumesModes.of(module) is not None:  # also for the modules inside
             continue
+        kinds.add(type(module))
         inner = module._modules.values()
         new = [m for m in inner if m is not None and m not in modules]
         modules.update(dict.fromkeys(new))
         pending += new
-    pinned = {module for module in modules if resumes_modes(vars(module).get("forward"))}
-    kinds: set[type[nn.Module]] = {*map(type, modules.keys() - pinned)}
     return any(is_of_user(kind.forward) for kind in kinds)
 
 

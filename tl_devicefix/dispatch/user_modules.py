@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.around import Args, Around, Forward, Kwargs
+from tl_devicefix.around import Args, Forward, Kwargs, ResumesModes
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, join_path, list_names
@@ -38,10 +38,8 @@ IsOwn = Callable[[Any, str, nn.Module], bool]
 """Takes a model, a path and its module; returns True if TransformerLens has such a module there."""
 
 
-class PinnedModule(Around):
+class PinnedModule(ResumesModes):
     """Runs a user's module where its weights are when it is called."""
-
-    resumes_modes = True
 
     def forward(self, module: nn.Module, run: Forward, args: Args, kwargs: Kwargs) -> object:
         """Return the module's output on the device of its input."""

@@ -26,10 +26,7 @@ from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.twin import NEURONS, OnMismatch, Twin, check_numbers, is_right
 from tl_devicefix.weight_processing import Steps
 
-_STEPS = (
-    *("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases"),
-    "refactor_factored_attn_matrices",
-)
+*_STEPS, _ = Steps.__dataclass_fields__
 """Arguments of `from_pretrained` that each turn one step off."""
 
 
