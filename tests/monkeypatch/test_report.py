@@ -11,6 +11,7 @@ from packaging.version import Version
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_devicefix
+from tl_devicefix.fusing.listening import is_counting
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
 if has_hooked_transformer():
@@ -26,7 +27,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 def test_report_returns_the_patches_that_it_prints(capsys):
     report = tl_devicefix.report()
     head, _, *lines = capsys.readouterr().out.splitlines()
-    assert len(report) == len(lines)
+    # If an earlier test has fused blocks, there is a row for torch's registration hook, too.
+    assert len(report) + is_counting() == len(lines)
     for patch, line in zip(report, lines):
         assert line.split()[0] == patch.target
         assert len(patch.why) > 10

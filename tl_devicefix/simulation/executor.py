@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
+
+from tl_devicefix.placement.devices import storage_of
 
 aten = torch.ops.aten
 
@@ -38,9 +40,17 @@ class CpuExecutor:
 
 
 class MetaExecutor(CpuExecutor):
-    """Computes nothing: tensors have shapes, and no values."""
+    """Computes nothing: tensors have shapes, and no values.
+
+    torch computes a shape in Python, in up to a millisecond. All blocks of a model run the same
+    operations, so each new tensor's shape is computed once.
+    """
 
     data_device = torch.device("meta")
+
+    def __init__(self) -> None:
+        # An operation and its arguments -> the size, strides and dtype of its result.
+        self._known: dict[object, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def run(self, func: Operation, args: Args, kwargs: Kwargs, device: int | None) -> Any:
         """Return a result of the right shape; the host reads zeros.
@@ -50,6 +60,12 @@ class MetaExecutor(CpuExecutor):
         if func is aten.copy_.default and args[1].is_meta and device is None:
             # Zero integers, which may be indices. A new tensor that is not written takes no memory.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
+        key: tuple[Hashable, ...] = ()
+        if device is not None and not (func.is_view or func._schema.is_mutable):
+            key = func, torch.get_default_dtype(), *_described([*args, *kwargs.items()])
+            if key in self._known:
+                size, strides, dtype = self._known[key]
+                return torch.empty_strided(size, strides, dtype=dtype, device="meta")
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:  # torch raises its subclass NotImplementedError too
@@ -60,7 +76,24 @@ class MetaExecutor(CpuExecutor):
                     "change or skip that operation, or run it on real devices"
                 ) from error
             raise
+        # A result in an argument's memory is not new.
+        given = map(storage_of, dense_tensors([*args, *kwargs.values()]))
+        is_dense = isinstance(result, torch.Tensor) and result.layout is torch.strided
+        if key and is_dense and storage_of(result) not in given:
+            self._known[key] = result.size(), result.stride(), result.dtype
         return zeros_for(result) if device is None else result
+
+
+def _described(values: Iterable[Any]) -> Iterator[Hashable]:
+    """Yield what the shape of a result depends on, for each argument of an operation."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            strides = value.stride() if value.layout is torch.strided else None
+            yield value.size(), strides, value.dtype, value.layout, value.device
+        elif isinstance(value, (list, tuple)):
+            yield tuple(_described(value))
+        else:
+            yield type(value), value
 
 
 def zeros_for(meta: torch.Tensor) -> torch.Tensor:
