@@ -131,7 +131,6 @@ def package(session: nox.Session) -> None:
     session.run("python", "-m", "tl_devicefix", "demo")
     run_page, readme = repository / "docs/building/run_page.py", repository / "README.md"
     session.run("python", str(run_page), str(readme))
-    session.run("python", str(repository / "examples" / "save_activations_and_sweep.py"))
 
     session.chdir(repository)
     session.install("-c", "constraints.txt", "mypy==2.4.1", "pytest")

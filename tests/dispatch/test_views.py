@@ -232,6 +232,34 @@ def test_only_the_block_with_a_new_hook_looks_for_hooks(model, at_home, monkeypa
     assert len(set(map(id, looked))) >= len(view.blocks)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda point: point.add_hook(lambda activation, hook: None),
+        lambda point: point.register_forward_pre_hook(lambda point, args: None),
+        lambda point: point.fwd_hooks.append(None),
+        lambda point: point.ctx.update(kept=1),
+        lambda point: setattr(point, "found", 1),
+        lambda point: vars(point).update(found=1),
+        lambda point: copy.copy(point).fwd_hooks.append(None),
+    ],
+    ids=["hook", "pre-hook", "list", "context", "attribute", "dict", "copy"],
+)
+def test_first_use_of_a_hook_point_changes_that_view_alone(change, model):
+    made, other = view_of(model), view_of(model)
+    before = {name: len(vars(point)) for name, point in model.hook_dict.items()}
+    change(made.model.hook_dict[RESIDUAL])
+    for untouched in (model, other.model):
+        point = untouched.hook_dict[RESIDUAL]
+        assert not any((point.fwd_hooks, point._forward_hooks, point._forward_pre_hooks, point.ctx))
+        assert not hasattr(point, "found")
+    made.restore()
+    point = made.model.hook_dict[RESIDUAL]
+    assert type(point) is type(model.hook_dict[RESIDUAL])
+    assert not any((point._forward_hooks, point._forward_pre_hooks, point.ctx))
+    assert {name: len(vars(point)) for name, point in model.hook_dict.items()} == before
+
+
 def test_making_a_view_starts_no_garbage_collection(model):
     started = []
     note = lambda phase, info: started.append(phase)  # noqa: E731

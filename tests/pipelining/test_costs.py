@@ -11,7 +11,7 @@ from model_classes import HOOKED
 
 import tl_devicefix
 from tl_devicefix.dispatch.scheduler import DeviceQueue
-from tl_devicefix.dispatch.views import View
+from tl_devicefix.dispatch.views import UnusedHookPoint, View
 
 PACKAGE = str(Path(tl_devicefix.__file__).parent)
 
@@ -94,8 +94,10 @@ def test_one_more_run_costs_as_many_calls_at_6_and_18_blocks(machine, deep, toke
         model = deep(n_layers, n_devices=2)
         if not of_runs:
             uncounted(type(model), "forward")
-            uncounted(View, "__init__")  # this and the next, for each view and not for each run
+            # These are called for each view, and not for each run.
+            uncounted(View, "__init__")
             uncounted(View, "kept_setting")
+            uncounted(UnusedHookPoint, "__getattribute__")
             uncounted(DeviceQueue, "acquire")  # one call more each time that it wakes up
         at_home = tokens.to(model.cfg.device)
         runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", edit)]] * 4

@@ -23,7 +23,7 @@ import itertools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from operator import is_
 from typing import Any, Generic, TypeVar
@@ -78,7 +78,6 @@ class View(Generic[Module]):
         if watch is not None:
             vars(self.model)[WATCH] = watch.for_view(builder.counterpart_of)
         self._changed, self._states = builder.changed, builder.states
-        self._unnoted = builder.unnoted
         # Attributes that runs add or replace are found by comparison with these.
         for state in self._states:
             state.as_made = dict(state.attributes)
@@ -86,9 +85,9 @@ class View(Generic[Module]):
             if hasattr(bound, "for_view"):  # a Bridge's has none: its views make it anew
                 attributes[BOUND] = bound.for_view(builder.counterpart_of)
         self._begin()
-        self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked()]
+        self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked]
         for state in self._always:
-            state.contents = list(map(contents_of, state.containers))
+            state.note_contents()
         self._config = getattr(viewed, "cfg", None)
         self._settings = dict(vars(self._config)) if self._config else {}
 
@@ -121,8 +120,6 @@ class View(Generic[Module]):
 
         This visits all modules: call it once, after all runs.
         """
-        if any(self._unnoted):
-            return "a parameter, buffer or module of HookPoint"
         # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
         modules = (state for state in self._states if issubclass(state.kind, nn.Module))
         return next(filter(None, (state.kept_setting() for state in modules)), None)
@@ -175,33 +172,53 @@ def _encoding_in_turn(kind: type) -> type:
 class _State:
     """A counterpart's attributes when its view was made, and its containers' contents.
 
-    Contents are noted only before a run's first change: an 80-layer model has 38 000 empty
+    Contents are noted only before a run's first change: an 80-layer model has 20 000 empty
     containers.
+
+    Attributes:
+        is_hooked: True for a hook point with hooks, or with something in its context.
+        inner: containers within the counterpart's own, which lead to modules.
     """
 
-    __slots__ = "as_made", "attributes", "changed", "containers", "contents", "is_noted", "kind"
+    __slots__ = (
+        *("as_made", "attributes", "changed", "contents", "inner", "is_hooked"),
+        *("is_noted", "kind"),
+    )
 
     def __init__(self, kind: type, attributes: dict[str, object], changed: list[_State]) -> None:
         self.kind, self.attributes, self.changed = kind, attributes, changed
-        self.as_made: dict[str, object] = {}
-        self.containers: list[Any] = []
-        self.contents = _NOTHING
-        self.is_noted = False
+        self.as_made = attributes
+        self.contents: Sequence[tuple[object, list[object]]] = ()
+        self.inner: tuple[object, ...] = ()
+        self.is_hooked = self.is_noted = False
 
-    def is_hooked(self) -> bool:
-        """Return True for a hook point with hooks, or with something in its context."""
-        return any(map(self.as_made.get, _OF_HOOK_POINTS))
+    def give_own(self, name: str, container: type) -> None:
+        """Replace an empty container that is an attribute, unless views share it."""
+        empty = _empty(self.kind, name, container)
+        if empty is not None:
+            self.attributes[name] = own = empty()
+            if empty in _NOTES:
+                own.owner = self
 
     def note(self) -> None:
         """Note the contents, before one of them changes for the first time in a run."""
         if not self.is_noted:
             self.is_noted = True
-            self.contents = list(map(contents_of, self.containers))
+            self.note_contents()
             self.changed.append(self)
+
+    def note_contents(self) -> None:
+        """Note what the counterpart's own containers contain now."""
+        own = (
+            value
+            for name, value in self.as_made.items()
+            if type(value) in _RESTORED and _is_own(self.kind, name)
+        )
+        self.contents = [(each, contents_of(each)) for each in (*own, *self.inner)]
 
     def restore(self) -> None:
         """Give the counterpart back what it had."""
-        for container, contents in zip(self.containers, self.contents):
+        for container, contents in self.contents:
             now = contents_of(container)
             # Compare by identity: `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
@@ -219,6 +236,10 @@ class _State:
     def kept_setting(self) -> str | None:
         """See `View.kept_setting`."""
         made = self.as_made
+        # The dicts that a view's hook points have for these are empty, or note changes.
+        dicts = [made.get(name) for name in _MODULE_DICTS if issubclass(self.kind, HookPoint)]
+        if any(each and type(each) is dict for each in dicts):
+            return "a parameter, buffer or module of HookPoint"
         if len(self.attributes) == len(made) and all(
             map(is_, self.attributes.values(), made.values())
         ):
@@ -247,7 +268,6 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, set))
 _COLLECTIONS = (dict, list, tuple, set)
 _REPLACED = frozenset((*_CONTAINERS, torch.Tensor, type(None), AroundForward))
 _MISSING = object()
-_NOTHING: list[list[Any]] = []
 
 
 def _noting(kind: type) -> type:
@@ -276,6 +296,8 @@ def _noting(kind: type) -> type:
 
 
 _NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
+_NOTES = frozenset(_NOTING.values())
+_RESTORED = _NOTES | {list, set}
 
 _KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes know modules, or keep a run's state, so they get counterparts.
@@ -297,6 +319,37 @@ _SHARED_IF_EMPTY = _OF_MODULES - _MODULE_DICTS - {"_non_persistent_buffers_set",
 would have twice as many objects for the garbage collector to visit."""
 
 
+_UNUSED = "_tl_devicefix_unused"
+_BLANK = vars(HookPoint())
+
+
+def _is_blank(attributes: dict[str, object]) -> bool:
+    """Return True for a hook point's attributes if it has no hooks, and nothing of a user's."""
+    return attributes.keys() == _BLANK.keys() and _PLAIN.issuperset(
+        map(type, filter(None, attributes.values()))
+    )
+
+
+class UnusedHookPoint(HookPoint):
+    """The counterpart of a blank hook point until its first use, which gives it own containers.
+
+    Hook points are five sixths of a model's modules, and fused blocks call those with hooks alone.
+    """
+
+    def __getattribute__(self, name: str) -> object:
+        attributes = object.__getattribute__(self, "__dict__")
+        object.__setattr__(self, "__class__", HookPoint)
+        states, changed = attributes.pop(_UNUSED)
+        attributes[IN_VIEW] = True
+        state = _State(HookPoint, attributes, changed)
+        for own, value in attributes.items():
+            if type(value) in _CONTAINERS:
+                state.give_own(own, type(value))
+        state.as_made = dict(attributes)
+        states.append(state)
+        return getattr(self, name)
+
+
 class ViewBuilder:
     """Makes the counterparts in one view: of a model's modules, and of what refers to them."""
 
@@ -305,8 +358,6 @@ class ViewBuilder:
         """A state for each counterpart with attributes: modules, a Bridge's conversions, ..."""
         self.changed: list[_State] = []
         """The states of counterparts whose dicts were written to."""
-        self.unnoted: list[dict[str, object]] = []
-        """Empty dicts of hook points that no run may fill; see `View.kept_setting`."""
         self.is_captured = False
         self.bound: list[tuple[dict[str, object], Any]] = []
         """The attributes of each fused module's counterpart, and the original's `BOUND`."""
@@ -350,13 +401,17 @@ class ViewBuilder:
         # Record the counterpart before it is filled: what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         attributes = dict(vars(value))
-        if issubclass(kind, nn.Module):
-            attributes[IN_VIEW] = True
-            self._counterparts[id(vars(value))] = attributes
-            if BOUND in attributes:
-                self.bound.append((attributes, attributes.pop(BOUND)))
         # Module classes override __setattr__.
         object.__setattr__(counterpart, "__dict__", attributes)
+        if issubclass(kind, nn.Module):
+            self._counterparts[id(vars(value))] = attributes
+            if kind is HookPoint and _is_blank(attributes):
+                attributes[_UNUSED] = self.states, self.changed
+                object.__setattr__(counterpart, "__class__", UnusedHookPoint)
+                return counterpart
+            attributes[IN_VIEW] = True
+            if BOUND in attributes:
+                self.bound.append((attributes, attributes.pop(BOUND)))
         state = _State(kind, attributes, self.changed)
         self._to_fill.append(state)
         self.states.append(state)
@@ -367,7 +422,6 @@ class ViewBuilder:
         container = _NOTING.get(kind, kind)()
         if kind in _NOTING:
             container.owner = self._owner
-        self._owner.containers.append(container)
         return container
 
     def _fill(self, state: _State) -> None:
@@ -380,11 +434,9 @@ class ViewBuilder:
             if value_kind in _CONTAINERS and _is_own(kind, name):
                 if value:
                     attributes[name] = self._own(value)
-                elif name in _MODULE_DICTS and issubclass(kind, HookPoint):
-                    attributes[name] = unnoted = dict[str, object]()
-                    self.unnoted.append(unnoted)
-                elif name not in _SHARED_IF_EMPTY:
-                    attributes[name] = self._new(value_kind)
+                    state.is_hooked |= name in _OF_HOOK_POINTS
+                else:
+                    state.give_own(name, value_kind)
             elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:
@@ -395,25 +447,25 @@ class ViewBuilder:
         counterpart = self._counterparts.get(id(value))
         if counterpart is None:
             counterpart = self._counterparts[id(value)] = self._new(type(value))
-            refill(counterpart, list(map(self, contents_of(value))))
+            refill(counterpart, self._parts_of(value))
         return counterpart
+
+    def _parts_of(self, value: object) -> list[object]:
+        """Return the counterparts of a container's contents."""
+        return [part if type(part) in _PLAIN else self(part) for part in contents_of(value)]
 
     def _container(self, value: Any) -> object:
         """Return a new container if it leads to modules, and otherwise the same one."""
         self._counterparts[id(value)] = value  # a container may be within itself
-        parts = contents_of(value)
-        counterparts = [self(part) for part in parts]
-        if all(map(is_, parts, counterparts)):
+        counterparts = self._parts_of(value)
+        if all(map(is_, contents_of(value), counterparts)):
             return value
         if isinstance(value, tuple):
             counterpart = getattr(value, "_make", type(value))(counterparts)
         else:
             is_plain = type(value) in _CONTAINERS
-            if is_plain:
-                counterpart = self._new(type(value))
-            else:
-                counterpart = copy.copy(value)
-                self._owner.containers.append(counterpart)
+            counterpart = self._new(type(value)) if is_plain else copy.copy(value)
+            self._owner.inner += (counterpart,)
             refill(counterpart, counterparts)
         self._counterparts[id(value)] = counterpart
         return counterpart
@@ -503,6 +555,14 @@ def _is_own(kind: type, name: str) -> bool:
         or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
         or (_is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_"))
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _empty(kind: type, name: str, container: type) -> type | None:
+    """Return the class of an empty container of an object's own; None if views share it."""
+    if name in _MODULE_DICTS and issubclass(kind, HookPoint):
+        return dict  # no run may fill it: see `_State.kept_setting`
+    return None if name in _SHARED_IF_EMPTY else _NOTING.get(container, container)
 
 
 def _referents(function: types.FunctionType) -> Iterator[object]:
