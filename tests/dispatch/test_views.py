@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from torch import nn
 
 import tl_devicefix
 from tl_devicefix.adapters import adapter_of
+from tl_devicefix.dispatch.views import _State
 from tl_devicefix.fusing.listening import Listeners
 
 RESIDUAL = "blocks.3.hook_resid_post"
@@ -258,6 +260,38 @@ def test_first_use_of_a_hook_point_changes_that_view_alone(change, model):
     assert type(point) is type(model.hook_dict[RESIDUAL])
     assert not any((point._forward_hooks, point._forward_pre_hooks, point.ctx))
     assert {name: len(vars(point)) for name, point in model.hook_dict.items()} == before
+
+
+def test_threads_of_a_run_may_use_a_hook_point_first(model, monkeypatch):
+    point, own = view_of(model).model.hook_dict[RESIDUAL], _State.give_own
+    reading, others = threading.Event(), []
+
+    def read():
+        reading.set()
+        others.append(point.fwd_hooks)
+
+    other = threading.Thread(target=read)
+
+    def give_own(state, *arguments):
+        if not reading.is_set():
+            other.start()
+            reading.wait()
+        own(state, *arguments)
+
+    monkeypatch.setattr(_State, "give_own", give_own)
+    mine = point.fwd_hooks
+    other.join()
+    assert others[0] is mine
+    assert mine is not model.hook_dict[RESIDUAL].fwd_hooks
+
+
+def test_a_view_leaves_a_list_that_it_shares_with_its_user(model):
+    model.results = model.ln_final._results = results = [1]
+    made = view_of(model)
+    made.model.ln_final.register_forward_hook(lambda module, args, output: None)
+    results.append(2)
+    made.restore()
+    assert results == [1, 2]
 
 
 def test_making_a_view_starts_no_garbage_collection(model):

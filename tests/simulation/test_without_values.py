@@ -72,3 +72,10 @@ def test_backward_without_values_gives_shapes_and_devices(machine):
     weight = torch.nn.Parameter(torch.randn(4, 4, device="sim:1"))
     (weight @ weight).relu().sum().backward()
     assert (weight.grad.shape, weight.grad.device) == (weight.shape, torch.device("sim:1"))
+
+
+def test_a_mask_on_the_host_selects_as_many_rows_as_it_has():
+    with simulate(1, values=False):
+        rows = torch.ones(3, 4, device="sim:0")
+        for mask in ([True, True, False], [True, True, True], [False] * 3):
+            assert rows[torch.tensor(mask)].shape == (sum(mask), 4)

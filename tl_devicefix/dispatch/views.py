@@ -20,6 +20,7 @@ import copy
 import functools
 import gc
 import itertools
+import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -97,7 +98,8 @@ class View(Generic[Module]):
         This visits the view itself, and modules that had hooks or whose containers were written to.
         Values of weights, and all else that the view shares with the model, stay as they are.
         """
-        for state in (*self._changed, *self._always):
+        # If two modules share a container, the first note of it is what it had: restore that last.
+        for state in (*reversed(self._changed), *self._always):
             state.restore()
         for tokenizer, made in self._tokenizers:
             vars(tokenizer).clear()
@@ -321,12 +323,18 @@ would have twice as many objects for the garbage collector to visit."""
 
 _UNUSED = "_tl_devicefix_unused"
 _BLANK = vars(HookPoint())
+_EMPTY = frozenset(name for name, value in _BLANK.items() if type(value) in _CONTAINERS)
+_NO_HOOKS = {name: OrderedDict[int, object]() for name in HOOKS}
+_BLANK_KINDS = _PLAIN | _CONTAINERS
+_first_use = threading.RLock()
 
 
 def _is_blank(attributes: dict[str, object]) -> bool:
     """Return True for a hook point's attributes if it has no hooks, and nothing of a user's."""
-    return attributes.keys() == _BLANK.keys() and _PLAIN.issuperset(
-        map(type, filter(None, attributes.values()))
+    return (
+        attributes.keys() == _BLANK.keys()
+        and _BLANK_KINDS.issuperset(map(type, attributes.values()))
+        and not any(map(attributes.get, _EMPTY))
     )
 
 
@@ -336,17 +344,22 @@ class UnusedHookPoint(HookPoint):
     Hook points are five sixths of a model's modules, and fused blocks call those with hooks alone.
     """
 
+    __module__ = HookPoint.__module__  # it is no user's module
+
     def __getattribute__(self, name: str) -> object:
         attributes = object.__getattribute__(self, "__dict__")
-        object.__setattr__(self, "__class__", HookPoint)
-        states, changed = attributes.pop(_UNUSED)
-        attributes[IN_VIEW] = True
-        state = _State(HookPoint, attributes, changed)
-        for own, value in attributes.items():
-            if type(value) in _CONTAINERS:
-                state.give_own(own, type(value))
-        state.as_made = dict(attributes)
-        states.append(state)
+        with _first_use:  # a run may have threads of its own
+            if _UNUSED in attributes:
+                states, changed = attributes[_UNUSED]
+                attributes[IN_VIEW] = True
+                state = _State(HookPoint, attributes, changed)
+                for own, value in attributes.items():
+                    if type(value) in _CONTAINERS:
+                        state.give_own(own, type(value))
+                del attributes[_UNUSED]
+                state.as_made = dict(attributes)
+                states.append(state)
+            object.__setattr__(self, "__class__", HookPoint)
         return getattr(self, name)
 
 
@@ -397,16 +410,16 @@ class ViewBuilder:
         return _rule(kind)(self, value)
 
     def _holder(self, value: object) -> object:
+        attributes = dict(vars(value))  # first: it may be another view's `UnusedHookPoint`
         kind = type(value)
         # Record the counterpart before it is filled: what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
-        attributes = dict(vars(value))
         # Module classes override __setattr__.
         object.__setattr__(counterpart, "__dict__", attributes)
         if issubclass(kind, nn.Module):
             self._counterparts[id(vars(value))] = attributes
             if kind is HookPoint and _is_blank(attributes):
-                attributes[_UNUSED] = self.states, self.changed
+                attributes |= {_UNUSED: (self.states, self.changed), **_NO_HOOKS}
                 object.__setattr__(counterpart, "__class__", UnusedHookPoint)
                 return counterpart
             attributes[IN_VIEW] = True
@@ -445,7 +458,7 @@ class ViewBuilder:
     def _own(self, value: Any) -> object:
         """Return a new container with the counterparts, even if it leads to no module."""
         counterpart = self._counterparts.get(id(value))
-        if counterpart is None:
+        if counterpart is None or counterpart is value:
             counterpart = self._counterparts[id(value)] = self._new(type(value))
             refill(counterpart, self._parts_of(value))
         return counterpart

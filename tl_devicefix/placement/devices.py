@@ -204,9 +204,12 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
             else "leave device out, as this is within tl_devicefix.simulate"
         )
         left = f", {max(device_count(first.type) - start, 0)} from there on" if start else ""
+        needs = f"needs {count} devices of type {first.type!r}, but {_there_are(first.type)}{left}"
+        if first.type == "cpu" and not torch.accelerator.is_available():
+            needs = f"needs {count} GPUs, but torch finds none here"
         raise ValueError(
-            f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {_there_are(first.type)}{left}; lower n_devices, or {simulated}"
+            f"n_devices={count}, starting at {str(first)!r}, {needs}; lower n_devices, or "
+            f"{simulated}"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

@@ -61,7 +61,10 @@ class MetaExecutor(CpuExecutor):
             # Zero integers, which may be indices. A new tensor that is not written takes no memory.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
         key: tuple[Hashable, ...] = ()
-        if device is not None and not (func.is_view or func._schema.is_mutable):
+        given = dense_tensors([*args, *kwargs.values()])
+        # A mask on the host has values, which decide how much it selects.
+        is_known_by_shapes = device is not None and all(each.is_meta for each in given)
+        if is_known_by_shapes and not (func.is_view or func._schema.is_mutable):
             key = func, torch.get_default_dtype(), *_described([*args, *kwargs.items()])
             if key in self._known:
                 size, strides, dtype = self._known[key]
@@ -76,10 +79,9 @@ class MetaExecutor(CpuExecutor):
                     "change or skip that operation, or run it on real devices"
                 ) from error
             raise
-        # A result in an argument's memory is not new.
-        given = map(storage_of, dense_tensors([*args, *kwargs.values()]))
         is_dense = isinstance(result, torch.Tensor) and result.layout is torch.strided
-        if key and is_dense and storage_of(result) not in given:
+        # A result in an argument's memory is not new.
+        if key and is_dense and storage_of(result) not in map(storage_of, given):
             self._known[key] = result.size(), result.stride(), result.dtype
         return zeros_for(result) if device is None else result
 
@@ -89,7 +91,7 @@ def _described(values: Iterable[Any]) -> Iterator[Hashable]:
     for value in values:
         if isinstance(value, torch.Tensor):
             strides = value.stride() if value.layout is torch.strided else None
-            yield value.size(), strides, value.dtype, value.layout, value.device
+            yield value.size(), strides, value.dtype, value.layout
         elif isinstance(value, (list, tuple)):
             yield tuple(_described(value))
         else:
