@@ -8,6 +8,7 @@ from comparison import assert_agrees
 from hf_models import padded
 from model_classes import fuses
 from offloads import weights_of
+from parameters import in_turn
 from runs_of_users import looped, metric
 from transformer_lens import patching
 from transformer_lens.hook_points import HookPoint
@@ -47,8 +48,8 @@ def on_stream(layer, edit=returned):
     return [(f"blocks.{layer}.hook_resid_pre", edit)]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
-def test_batches_give_the_loops_results_at_every_hook_point(kind, on_one, tokens):
+@pytest.mark.parametrize(("kind", "batch_size"), in_turn(["gpt2", "mixtral"], [3, 16, 1]))
+def test_batches_give_the_loops_results_at_every_hook_point(kind, batch_size, on_one, tokens):
     """Or refuse a hook point in a sentence; the last batch is a smaller one."""
     model = on_one(kind)
     names = [name for name in model.hook_dict if not name.startswith(("blocks.0.", "blocks.1."))]
@@ -62,7 +63,7 @@ def test_batches_give_the_loops_results_at_every_hook_point(kind, on_one, tokens
         except (RuntimeError, ValueError):  # it is gated, or gives what cannot be edited in place
             continue
         try:
-            actual = batched(model, tokens, runs, 3)
+            actual = batched(model, tokens, runs, batch_size)
         except ValueError as error:
             if "pass batch_size=1" not in str(error):
                 raise
