@@ -377,10 +377,8 @@ def extra_parts(hf_model: nn.Module) -> str:
             raise
         _log.info("%s is not compared: %.200s", type(live.model).__name__, error)
         return ""
-    found, expected = (
-        set(_module_parts(live, live.model)),
-        set(_module_parts(LiveWeights(made), made)),
-    )
+    found = set(_module_parts(live, live.model))
+    expected = set(_module_parts(LiveWeights(made), made))
     frequencies = dict(_frequencies(made))
     extra = {str(path) for path, *_ in found ^ expected}.union(
         name

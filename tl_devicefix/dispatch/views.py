@@ -194,13 +194,19 @@ class _State:
         self.inner: tuple[object, ...] = ()
         self.is_hooked = self.is_noted = False
 
+    def new(self, kind: type) -> Any:
+        """Return an empty container; if it is a dict, it notes the contents before it changes."""
+        container = _NOTING.get(kind, kind)()
+        if kind in _NOTING:
+            container.owner = self
+        return container
+
     def give_own(self, name: str, container: type) -> None:
         """Replace an empty container that is an attribute, unless views share it."""
-        empty = _empty(self.kind, name, container)
-        if empty is not None:
-            self.attributes[name] = own = empty()
-            if empty in _NOTES:
-                own.owner = self
+        if name in _MODULE_DICTS and issubclass(self.kind, HookPoint):
+            self.attributes[name] = {}  # no run may fill it: see `kept_setting`
+        elif name not in _SHARED_IF_EMPTY:
+            self.attributes[name] = self.new(container)
 
     def note(self) -> None:
         """Note the contents, before one of them changes for the first time in a run."""
@@ -298,8 +304,7 @@ def _noting(kind: type) -> type:
 
 
 _NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
-_NOTES = frozenset(_NOTING.values())
-_RESTORED = _NOTES | {list, set}
+_RESTORED = frozenset((*_NOTING.values(), list, set))
 
 _KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes know modules, or keep a run's state, so they get counterparts.
@@ -323,7 +328,8 @@ would have twice as many objects for the garbage collector to visit."""
 
 _UNUSED = "_tl_devicefix_unused"
 _BLANK = vars(HookPoint())
-_EMPTY = frozenset(name for name, value in _BLANK.items() if type(value) in _CONTAINERS)
+_EMPTY = _OF_MODULES | _OF_HOOK_POINTS
+"""Names of a hook point's containers, which are empty in a blank one."""
 _NO_HOOKS = {name: OrderedDict[int, object]() for name in HOOKS}
 _BLANK_KINDS = _PLAIN | _CONTAINERS
 _first_use = threading.RLock()
@@ -353,9 +359,8 @@ class UnusedHookPoint(HookPoint):
                 states, changed = attributes[_UNUSED]
                 attributes[IN_VIEW] = True
                 state = _State(HookPoint, attributes, changed)
-                for own, value in attributes.items():
-                    if type(value) in _CONTAINERS:
-                        state.give_own(own, type(value))
+                for own in _EMPTY:
+                    state.give_own(own, type(attributes[own]))
                 del attributes[_UNUSED]
                 state.as_made = dict(attributes)
                 states.append(state)
@@ -430,13 +435,6 @@ class ViewBuilder:
         self.states.append(state)
         return counterpart
 
-    def _new(self, kind: type) -> Any:
-        """Return an empty container for the counterpart that is being filled."""
-        container = _NOTING.get(kind, kind)()
-        if kind in _NOTING:
-            container.owner = self._owner
-        return container
-
     def _fill(self, state: _State) -> None:
         """Replace the attributes of a counterpart by their counterparts."""
         self._owner, kind, attributes = state, state.kind, state.attributes
@@ -459,7 +457,7 @@ class ViewBuilder:
         """Return a new container with the counterparts, even if it leads to no module."""
         counterpart = self._counterparts.get(id(value))
         if counterpart is None or counterpart is value:
-            counterpart = self._counterparts[id(value)] = self._new(type(value))
+            counterpart = self._counterparts[id(value)] = self._owner.new(type(value))
             refill(counterpart, self._parts_of(value))
         return counterpart
 
@@ -477,7 +475,7 @@ class ViewBuilder:
             counterpart = getattr(value, "_make", type(value))(counterparts)
         else:
             is_plain = type(value) in _CONTAINERS
-            counterpart = self._new(type(value)) if is_plain else copy.copy(value)
+            counterpart = self._owner.new(type(value)) if is_plain else copy.copy(value)
             self._owner.inner += (counterpart,)
             refill(counterpart, counterparts)
         self._counterparts[id(value)] = counterpart
@@ -568,14 +566,6 @@ def _is_own(kind: type, name: str) -> bool:
         or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
         or (_is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_"))
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _empty(kind: type, name: str, container: type) -> type | None:
-    """Return the class of an empty container of an object's own; None if views share it."""
-    if name in _MODULE_DICTS and issubclass(kind, HookPoint):
-        return dict  # no run may fill it: see `_State.kept_setting`
-    return None if name in _SHARED_IF_EMPTY else _NOTING.get(container, container)
 
 
 def _referents(function: types.FunctionType) -> Iterator[object]:

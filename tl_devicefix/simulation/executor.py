@@ -60,30 +60,47 @@ class MetaExecutor(CpuExecutor):
         if func is aten.copy_.default and args[1].is_meta and device is None:
             # Zero integers, which may be indices. A new tensor that is not written takes no memory.
             return args[0] if args[0].is_floating_point() else args[0].zero_()
-        key: tuple[Hashable, ...] = ()
-        given = dense_tensors([*args, *kwargs.values()])
-        # A mask on the host has values, which decide how much it selects.
-        is_known_by_shapes = device is not None and all(each.is_meta for each in given)
-        if is_known_by_shapes and not (func.is_view or func._schema.is_mutable):
-            key = func, torch.get_default_dtype(), *_described([*args, *kwargs.items()])
-            if key in self._known:
-                size, strides, dtype = self._known[key]
-                return torch.empty_strided(size, strides, dtype=dtype, device="meta")
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:  # torch raises its subclass NotImplementedError too
-            # torch has no exception class for missing values, so match the message.
-            if re.search(r"meta tensor|with Meta|register_meta", str(error)):
-                raise NotImplementedError(
-                    f"the result of {func} depends on values, which a dry run does not have: "
-                    "change or skip that operation, or run it on real devices"
-                ) from error
-            raise
-        is_dense = isinstance(result, torch.Tensor) and result.layout is torch.strided
-        # A result in an argument's memory is not new.
-        if key and is_dense and storage_of(result) not in map(storage_of, given):
-            self._known[key] = result.size(), result.stride(), result.dtype
+        key = _key(func, args, kwargs)
+        if key in self._known:
+            size, strides, dtype = self._known[key]
+            result = torch.empty_strided(size, strides, dtype=dtype, device="meta")
+        else:
+            result = _result_of(func, args, kwargs)
+            if key is not None and _is_new(result, args, kwargs):
+                self._known[key] = result.size(), result.stride(), result.dtype
         return zeros_for(result) if device is None else result
+
+
+def _result_of(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operation without values; if it needs them, say so."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:  # torch raises its subclass NotImplementedError too
+        # torch has no exception class for missing values, so match the message.
+        if re.search(r"meta tensor|with Meta|register_meta", str(error)):
+            raise NotImplementedError(
+                f"the result of {func} depends on values, which a dry run does not have: "
+                "change or skip that operation, or run it on real devices"
+            ) from error
+        raise
+
+
+def _is_new(result: object, args: Args, kwargs: Kwargs) -> bool:
+    """Return True for a dense tensor that is not in the memory of an argument."""
+    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+        return False
+    given = dense_tensors([*args, *kwargs.values()])
+    return storage_of(result) not in map(storage_of, given)
+
+
+def _key(func: Operation, args: Args, kwargs: Kwargs) -> tuple[Hashable, ...] | None:
+    """Return what decides the shape of a new result; None if values may, or if none is made."""
+    if func.is_view or func._schema.is_mutable:
+        return None
+    # A mask on the host has values, which decide how much it selects.
+    if not all(each.is_meta for each in dense_tensors([*args, *kwargs.values()])):
+        return None
+    return func, torch.get_default_dtype(), *_described([*args, *kwargs.items()])
 
 
 def _described(values: Iterable[Any]) -> Iterator[Hashable]:
