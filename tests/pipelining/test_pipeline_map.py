@@ -474,6 +474,23 @@ def test_run_that_calls_or_hooks_the_model_itself_is_refused(model, batches):
         list(pipeline_map(model, use, batches[:2], 3))  # of a view
 
 
+def test_hooks_of_a_nested_run_reach_no_other_run(model, batches):
+    """Each run in a run has a view of a view, which is restored as well."""
+
+    def run(view, numbered):
+        number, batch = numbered
+        if number < 2:  # with two runs in flight, each later run gets the view of one of these
+            view.add_hook(LAST, double)
+            view.blocks[0].register_forward_hook(lambda block, args, output: None)
+        return view(batch)
+
+    def outer(view, batches):
+        return list(pipeline_map(view, run, enumerate(batches), 2))
+
+    ((*_, before_last, last),) = pipeline_map(model, outer, [batches], 2)
+    assert_bit_equal([before_last, last], [model(batch) for batch in batches[-2:]])
+
+
 def test_caller_may_run_and_hook_the_model_between_results(model, batches):
     hooked = lambda: model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)])  # noqa: E731
     expected = [(logits(model, batch), hooked()) for batch in batches]

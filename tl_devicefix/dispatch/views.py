@@ -197,7 +197,7 @@ class _State:
     def new(self, kind: type) -> Any:
         """Return an empty container; if it is a dict, it notes the contents before it changes."""
         container = _NOTING.get(kind, kind)()
-        if kind in _NOTING:
+        if type(container) in _NOTES:
             container.owner = self
         return container
 
@@ -244,9 +244,8 @@ class _State:
     def kept_setting(self) -> str | None:
         """See `View.kept_setting`."""
         made = self.as_made
-        # The dicts that a view's hook points have for these are empty, or note changes.
-        dicts = [made.get(name) for name in _MODULE_DICTS if issubclass(self.kind, HookPoint)]
-        if any(each and type(each) is dict for each in dicts):
+        # The plain ones of these are a hook point's, made empty; the others note changes.
+        if any(each for each in map(made.get, _MODULE_DICTS) if type(each) is dict):
             return "a parameter, buffer or module of HookPoint"
         if len(self.attributes) == len(made) and all(
             map(is_, self.attributes.values(), made.values())
@@ -304,7 +303,10 @@ def _noting(kind: type) -> type:
 
 
 _NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
-_RESTORED = frozenset((*_NOTING.values(), list, set))
+_NOTES = frozenset(_NOTING.values())
+_RESTORED = _NOTES | {list, set}
+_OWN_KINDS = _CONTAINERS | _NOTES
+"""Classes of a module's own containers. Those of a view note changes, and so does a view of it."""
 
 _KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes know modules, or keep a run's state, so they get counterparts.
@@ -442,7 +444,7 @@ class ViewBuilder:
             value_kind = type(value)
             if value_kind in _PLAIN:
                 continue
-            if value_kind in _CONTAINERS and _is_own(kind, name):
+            if value_kind in _OWN_KINDS and _is_own(kind, name):
                 if value:
                     attributes[name] = self._own(value)
                     state.is_hooked |= name in _OF_HOOK_POINTS
@@ -474,8 +476,8 @@ class ViewBuilder:
         if isinstance(value, tuple):
             counterpart = getattr(value, "_make", type(value))(counterparts)
         else:
-            is_plain = type(value) in _CONTAINERS
-            counterpart = self._owner.new(type(value)) if is_plain else copy.copy(value)
+            is_own = type(value) in _OWN_KINDS
+            counterpart = self._owner.new(type(value)) if is_own else copy.copy(value)
             self._owner.inner += (counterpart,)
             refill(counterpart, counterparts)
         self._counterparts[id(value)] = counterpart
