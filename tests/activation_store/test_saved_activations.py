@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import datasets
+import numpy
 import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal
@@ -234,6 +235,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data": [[torch.ones(2, 9).long()] * 2]}, "item 0 of batches is a list: give"),  # or a mask
     ({"data": [IDS]}, r"is \[9\] of torch\.int64: make batches"),
     ({"data": [{"tokens": IDS[None], "attention_mask": IDS}]}, r"is \[9\], but .* \[1, 9\]"),
+    ({"data": [{"tokens": IDS[None], "position_ids": IDS[None]}]}, "position_ids, which are not"),
+    ({"data": [{"tokens": ["w4"], "attention_mask": [[1]]}]}, "texts and an attention_mask, but"),
     ({"model": 3}, "the model must be a"),
 ]
 
@@ -296,4 +299,4 @@ def test_unreadable_names_and_indices_are_refused(tmp_path):
         with pytest.raises(ERRORS, match=message):
             read(h)
     assert torch.equal(h["resid_post", 0][:], h[WRITTEN][:])
-    assert torch.equal(h.cache([3, 1])[WRITTEN], h[WRITTEN][[3, 1]])
+    assert torch.equal(h.cache([3, 1])[WRITTEN], h[WRITTEN][[numpy.int64(3), 1]])

@@ -101,6 +101,21 @@ def test_weights_changed_by_a_hook_stay_changed_in_the_next_run(
     assert_agrees(model(tokens), reference(tokens))
 
 
+@torch.no_grad()
+def test_a_hook_that_changes_a_weight_in_use_from_outside_raises(load, tokens):
+    model = load("llama", "all of one device")
+    W_out = model.blocks[2].mlp.W_out
+
+    def change(activation, hook):
+        W_out[0] = 7.0
+        model.blocks[2].mlp.W_out[1] = 8.0
+
+    with pytest.raises(RuntimeError, match="W_out of an offloaded block was changed while"):
+        model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", change)])
+    assert_at_rest(model)
+    assert W_out[0].eq(7).all()  # by the user, so it stays
+
+
 def test_a_change_in_inference_mode_is_written_back():
     """Not simulated: there, inference mode is `no_grad`."""
     layer = torch.nn.Linear(3, 3)

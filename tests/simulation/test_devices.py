@@ -292,6 +292,14 @@ def hooked(hook):
     return differentiate
 
 
+def accumulating(hook):
+    def differentiate(x):
+        x.register_post_accumulate_grad_hook(hook)
+        x.sum().backward()
+
+    return differentiate
+
+
 def recomputed(x):
     others = [x, torch.ones(3, device="sim:1")]
     product = checkpoint(lambda x: x.sin() * others.pop(0), x, use_reentrant=False)
@@ -308,6 +316,9 @@ def without_room(x):
     [
         (hooked(raising(ValueError("mine"))), ValueError, "mine"),
         (hooked(raising(KeyboardInterrupt())), KeyboardInterrupt, "^$"),
+        (hooked(lambda gradient: (gradient,)), TypeError, "hook returned 'tuple'"),
+        (accumulating(raising(ValueError("mine"))), ValueError, "mine"),
+        (accumulating(lambda x: (x.zero_(), x.grad)), TypeError, "hook returned 'tuple'"),
         (hooked(lambda gradient: gradient.to("sim:1")), RuntimeError, "sim:0 but got sim:1"),
         (hooked(lambda gradient: gradient * torch.ones(3, device="sim:1")), RuntimeError, "same"),
         (lambda x: (x * 2).backward(torch.ones(3, device="sim:1")), RuntimeError, "invalid grad"),

@@ -297,7 +297,9 @@ class Stored:
             TypeError: if `index` is not a number, slice or list of numbers.
             IndexError: if there is no such example.
         """
-        if hasattr(index, "tolist"):  # an array of numpy, or a tensor
+        if isinstance(index, list):
+            index = [number.tolist() if hasattr(number, "tolist") else number for number in index]
+        elif hasattr(index, "tolist"):  # an array of numpy, or a tensor
             index = index.tolist()
         examples = range(len(self))
         if isinstance(index, slice):

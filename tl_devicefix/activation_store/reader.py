@@ -180,8 +180,9 @@ class SavedActivations:
             epochs: the number of epochs; None for batches without end.
 
         Returns:
-            An iterator of tensors `[batch_size, ...]`. A row is a token; it is an example for
-            attention patterns and scores, or if `transform` removed the token axis.
+            An iterator of tensors `[batch_size, ...]`. A row is a token if the stored examples are
+            `[pos, ...]`; this is told by the size of their first dimension. Otherwise a row is an
+            example: for attention patterns and scores, or if `transform` removed `pos`.
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape

@@ -77,14 +77,16 @@ def save_activations(
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
         batches: each is tokens `[batch, pos]`, a list of texts, or a dict with "tokens" or
-            "input_ids" and, if there is padding, "attention_mask". A DataLoader yields them, or
+            "input_ids" and, if there is padding, "attention_mask"; other inputs of the model, such
+            as "position_ids", are refused. A DataLoader yields them, or
             `iter(batch_size=8)` of a `datasets.Dataset`. All need the same `pos`.
         names_filter: which activations: a name, names, or a function of a name. By default all.
         directory: where to write; created if missing. With several hosts, this process writes.
         dtype: the dtype to store, converted on the activation's device. By default the
             activation's own.
         transform: a function of an activation, or a dict from names to such functions. Its result,
-            `[batch, ...]`, is stored instead. It is called on the activation's device.
+            `[batch, ...]`, is stored instead; with `token_mask`, it must be `[batch, pos, ...]`. It
+            is called on the activation's device.
         token_mask: which tokens' activations are stored: a function of tokens `[batch, pos]` (on
             the CPU) that returns booleans of that shape; or "attention_mask" for all but padding,
             if the batches are texts, or dicts with a mask.

@@ -234,14 +234,33 @@ def _as_tensor(values: object) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.as_tensor(values)
 
 
+# Other inputs of models, which a tokenizer or a collator may give.
+_NOT_PASSED_ON = (
+    *("decoder_input_ids", "input_values", "inputs_embeds", "pixel_values", "position_ids"),
+    "token_type_ids",
+)
+
+
 def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tensor, object]:
     """Return the tokens or texts of an item, and its mask."""
     tokens, mask = item, None
     if isinstance(item, Mapping):
         tokens, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
+        for name in _NOT_PASSED_ON:
+            if item.get(name) is not None and _as_tensor(item[name]).any():
+                raise ValueError(
+                    f"item {number} of batches has {name}, which are not passed on to the model: "
+                    f"remove them, or pass {name}=... to save_activations if they are the same for "
+                    "all batches"
+                )
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
         (tokens,) = item  # as from a DataLoader of a TensorDataset
     if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
+        if mask is not None:
+            raise ValueError(
+                f"item {number} of batches has texts and an attention_mask, but texts get a mask "
+                "of their own: give tokens, or remove it"
+            )
         return list(tokens), None
     try:
         tokens = _as_tensor(tokens)

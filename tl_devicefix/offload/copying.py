@@ -85,10 +85,21 @@ class BlockCopy:
             weight.swap_in()
 
     def swap_out(self) -> None:
-        """Put the parameters back, and drop the copies."""
+        """Put the parameters back, and drop the copies.
+
+        Raises:
+            RuntimeError: if one was changed, or set to need no gradient, while its copy was in use.
+        """
+        changed = [one for one in self.weights if one.is_host_changed()]
         for weight in self.weights:
             weight.swap_out()
         self.drop()
+        if changed:
+            raise RuntimeError(
+                f"{changed[0].name} of an offloaded block was changed while the block ran with a "
+                "copy of it: in a hook, take it from its module (model.blocks[2].mlp.W_out), not "
+                "from before the forward"
+            )
 
     def share(self) -> None:
         """Make the current stream wait for the copies, and mark their memory as used by it."""
@@ -118,7 +129,8 @@ class PrefetchedWeight:
     """A weight on a device, which takes the place of a parameter in host memory."""
 
     def __init__(self, place: Place, copy: torch.Tensor) -> None:
-        self._module, self._name, self.host = place
+        self._module, self.name, self.host = place
+        self._host_stamp = stamp(self.host)
         with torch.enable_grad():  # a parameter requires its gradient under no_grad too
             self.weight: torch.Tensor = _Copied.apply(self.host, copy)
         self._stamp = stamp(self.weight)
@@ -126,17 +138,21 @@ class PrefetchedWeight:
     def swap_in(self) -> None:
         """Replace the parameter with the weight."""
         # The weight has a graph, through which its gradient reaches the parameter.
-        self._module._parameters[self._name] = self.weight  # type: ignore[assignment]
+        self._module._parameters[self.name] = self.weight  # type: ignore[assignment]
+
+    def is_host_changed(self) -> bool:
+        """Return True if the parameter was changed since it was copied."""
+        return stamp(self.host) != self._host_stamp
 
     def swap_out(self) -> None:
         """Put the parameter back, with the values that a hook may have given the weight.
 
         A parameter that a hook has assigned stays.
         """
-        if self._module._parameters.get(self._name) is not self.weight:
+        if self._module._parameters.get(self.name) is not self.weight:
             return
-        self._module._parameters[self._name] = self.host
-        if stamp(self.weight) != self._stamp:
+        self._module._parameters[self.name] = self.host
+        if stamp(self.weight) != self._stamp and not self.is_host_changed():
             with torch.no_grad():
                 self.host.copy_(self.weight)
 

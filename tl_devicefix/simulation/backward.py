@@ -136,8 +136,11 @@ class KeptErrors:
 
         def checked() -> object:
             result = self._hook(*args)
-            # The arguments are (gradient,) for a tensor's hook, (module, of_outputs) for a module's
-            # pre-hook, and (module, of_inputs, of_outputs) for its hook.
+            # The arguments are (gradient,) or (parameter,) for a tensor's hook, (module,
+            # of_outputs) for a module's pre-hook, and (module, of_inputs, of_outputs) for its hook.
+            if len(args) == 1 and not isinstance(result, torch.Tensor | None):
+                kind = type(result).__name__
+                raise TypeError(f"expected Variable, but hook returned '{kind}'")  # as torch
             given = args[len(args) // 2]
             pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (given, result)))
             for index, (before, after) in enumerate(pairs):

@@ -179,6 +179,7 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
         stack.enter_context(patch.object(module, "_engine_run_backward", engine))
     for owner, name in (
         (torch.Tensor, "register_hook"),
+        (torch.Tensor, "register_post_accumulate_grad_hook"),
         (torch.nn.Module, "register_full_backward_hook"),
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
