@@ -105,6 +105,37 @@ def test_batches_of_runs_at_several_blocks_give_the_loops(batch_size, on_one, to
     assert_agrees(batched(model, "w5 w6 w7", runs, batch_size), expected, tolerance=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gpt2", "hook_pos_embed"), ("opt", "blocks.2.hook_resid_mid")]
+)
+def test_edits_in_place_reach_no_other_run_of_a_batch(kind, name, on_one, tokens):
+    """In a Bridge, positions are one row for all runs, and each hook of OPT gets a new view."""
+    model = on_one(kind)
+    runs = [[(name, edit)] for edit in (returned, in_place)] + [[]]
+    expected = looped(model, tokens[:1], runs)
+    assert_agrees(batched(model, tokens[:1], runs), expected, tolerance=2e-5)
+
+
+@pytest.mark.bridge
+def test_a_text_in_a_batch_gets_the_mask_of_one_text(on_one):
+    model, runs = on_one("pythia"), [on_stream(1), on_stream(3)]
+    model.tokenizer.pad_token, model.tokenizer.padding_side = model.tokenizer.bos_token, "left"
+    expected = looped(model, "w5 w6 w7", runs, prepend_bos=True)
+    actual = batched(model, "w5 w6 w7", runs, prepend_bos=True)
+    assert_agrees(actual, expected, tolerance=2e-5)
+
+
+def test_a_variable_that_changes_before_a_batch_is_refused(on_one, tokens):
+    model, factors = on_one("llama"), (1.0, 1.5, 2.0)
+    of_layer = (on_stream(n, lambda a, hook: a * factors[n]) for n in range(3))
+    with pytest.raises(ValueError, match=r"run 0 refers to n, which changed .* hook, n=n: \.\.\."):
+        batched(model, tokens, of_layer)
+    of_layer = (on_stream(n, lambda a, hook: a * factors[n]) for n in range(3))
+    alone = batched(model, tokens, of_layer, batch_size=1)
+    bound = (on_stream(n, lambda a, hook, n=n: a * factors[n]) for n in range(3))
+    assert_agrees(batched(model, tokens, bound), alone, tolerance=2e-5)
+
+
 def test_a_hook_sees_its_own_rows_and_context(on_one, tokens):
     model, seen = on_one("llama"), []
 
@@ -164,11 +195,13 @@ def test_a_hook_asks_for_the_loss_of_its_own_rows(on_one, tokens):
 
     def lens(activation, hook):
         seen.append(model.loss_fn(model.unembed(activation), tokens).item())
+        several = torch.cat([activation] * 3), torch.cat([tokens] * 3)  # as many as the batch's
+        seen.append(model.loss_fn(model.unembed(several[0]), several[1]).item())
 
     runs = [[("ln_final.hook_normalized", lens)]] * 3
     looped(model, tokens, runs)
     batched(model, tokens, runs)
-    assert seen[3:] == pytest.approx(seen[:3], abs=1e-5)
+    assert seen[6:] == pytest.approx(seen[:6], abs=1e-5)
 
 
 def test_a_hook_may_return_a_view_of_its_rows(on_one, tokens):
@@ -188,6 +221,22 @@ def test_gradients_of_what_hooks_return_reach_each_run(on_one, tokens):
             for results in (batched(model, tokens, runs), looped(model, tokens, runs))
         ]
     assert_agrees(*gradients, tolerance=1e-5)
+
+
+def test_gradients_reach_what_hooks_keep(on_one, tokens):
+    model, kept = on_one("llama"), []
+
+    def keep(activation, hook):
+        activation.retain_grad()
+        kept.append(activation)
+
+    with torch.enable_grad():
+        for results in (batched, looped):
+            runs = [[*on_stream(2, keep), *on_stream(3, keep)]] * 2
+            sum(out[:, -1].square().mean() for out in results(model, tokens, runs)).backward()
+    streams = [activation.grad for activation in kept]
+    in_order = [streams[n] for n in (0, 2, 1, 3)]  # a batch calls hooks by hook points
+    assert_agrees(in_order, streams[4:], tolerance=1e-5)
 
 
 def test_a_batch_starts_at_the_first_block_of_its_runs(on_one, tokens, monkeypatch):

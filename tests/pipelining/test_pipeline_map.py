@@ -154,9 +154,14 @@ def test_runs_in_flight_of_a_model_with_dropout_are_refused(load, batches):
     next(pipeline_map(model.eval(), logits, batches))
 
 
+MINE = torch.nn.Parameter(torch.ones(1))
 ATTRIBUTES = {
     "training": lambda view: setattr(view.blocks[1].attn, "training", 1),
     "put_in": lambda view: setattr(view.blocks[1].mlp, "put_in", torch.ones(1)),
+    "put_on": lambda view: setattr(view, "put_on", 3.0),
+    "a parameter or buffer": lambda view: setattr(
+        view.blocks[1].attn, "W_Q" if "W_Q" in view.blocks[1].attn._parameters else "mine", MINE
+    ),
     "a parameter, buffer or module": lambda view: setattr(
         view.blocks[1].hook_resid_post, "probe", torch.nn.Identity()
     ),

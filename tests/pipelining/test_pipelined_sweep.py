@@ -139,6 +139,9 @@ CASES = {
         nn.modules.module.register_module_forward_pre_hook(leave)
     ),
     "a module of the user's": lambda model: model.blocks[0].add_module("put_in", Probe()),
+    "a part that two blocks use": lambda model: setattr(
+        model.blocks[2], "attn", model.blocks[0].attn
+    ),
     "dropout that is on": lambda model: model.blocks[0].add_module("put_in", nn.Dropout()),
     "a forward of the block's own": lambda model: own_forward(model.blocks[0]),
     "a forward of the model's own": own_forward,
@@ -231,6 +234,8 @@ def test_sweep_refuses_bad_arguments(model_class, model, tokens):
     if model_class != BRIDGE:  # which passes them on to transformers
         with pytest.raises(TypeError, match=r"^sweep\(\) has no argument 'remove_batch_dim'"):
             tl_devicefix.sweep(model, tokens, [], remove_batch_dim=True)
+    with pytest.raises(ValueError, match="leave out reset_hooks_end"):
+        tl_devicefix.sweep(model, tokens, [], reset_hooks_end=False)
     for words, run in WITHOUT_HOOKS.items():
         with pytest.raises(ValueError, match=words):
             next(tl_devicefix.sweep(model, tokens, [run]))

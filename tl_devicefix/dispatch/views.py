@@ -85,6 +85,7 @@ class View(Generic[Module]):
         for attributes, bound in builder.bound:
             if hasattr(bound, "for_view"):  # a Bridge's has none: its views make it anew
                 attributes[BOUND] = bound.for_view(builder.counterpart_of)
+        self._undone: str | None = None  # what a run set, and `restore` has undone
         self._begin()
         self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked]
         for state in self._always:
@@ -98,9 +99,13 @@ class View(Generic[Module]):
         This visits the view itself, and modules that had hooks or whose containers were written to.
         Values of weights, and all else that the view shares with the model, stay as they are.
         """
+        added = vars(self.model).keys() - self._states[0].as_made.keys()
+        of = self._states[0].kind.__name__
+        undone = next((f"{name} of {of}" for name in added if not name.startswith("_")), None)
         # If two modules share a container, the first note of it is what it had: restore that last.
         for state in (*reversed(self._changed), *self._always):
-            state.restore()
+            undone = state.restore() or undone
+        self._undone = self._undone or undone
         for tokenizer, made in self._tokenizers:
             vars(tokenizer).clear()
             vars(tokenizer).update(made)
@@ -118,13 +123,14 @@ class View(Generic[Module]):
         return next((name for name in now if now[name] is not self._settings.get(name)), None)
 
     def kept_setting(self) -> str | None:
-        """Return the attribute of a module, such as `training`, that a run has set, if any.
+        """Return the weight, or the attribute of a module, that a run has set, if any.
 
         This visits all modules: call it once, after all runs.
         """
         # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
         modules = (state for state in self._states if issubclass(state.kind, nn.Module))
-        return next(filter(None, (state.kept_setting() for state in modules)), None)
+        kept = next(filter(None, (state.kept_setting() for state in modules)), None)
+        return self._undone or kept
 
 
 @patches("HookPoint", takes="self", why="a view's hook points keep their contexts")
@@ -224,13 +230,16 @@ class _State:
         )
         self.contents = [(each, contents_of(each)) for each in (*own, *self.inner)]
 
-    def restore(self) -> None:
-        """Give the counterpart back what it had."""
+    def restore(self) -> str | None:
+        """Give the counterpart back what it had; return the name of weights that were replaced."""
+        undone = None
         for container, contents in self.contents:
             now = contents_of(container)
             # Compare by identity: `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
+                if any(container is self.as_made.get(name) for name in ("_parameters", "_buffers")):
+                    undone = f"a parameter or buffer of {self.kind.__name__}"
                 if container is self.as_made.get("_modules"):
                     count_assignment()
                 elif any(container is self.as_made.get(name) for name in HOOKS):
@@ -240,6 +249,7 @@ class _State:
         for name in self.attributes.keys() - self.as_made.keys() - {BOUND}:
             del self.attributes[name]
         self.attributes.update(self.as_made)
+        return undone
 
     def kept_setting(self) -> str | None:
         """See `View.kept_setting`."""

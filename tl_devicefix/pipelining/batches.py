@@ -89,13 +89,21 @@ class Batch:
             _RunRows(number, self._rows, self._n_runs, results, uneditable)
             for number in range(self._n_runs)
         ]
+        loss_fn = model.loss_fn
+
+        def call(
+            rows: _RunRows, user_hook: Callable[..., object], *args: object, hook: HookPoint
+        ) -> torch.Tensor | None:
+            with replaced_loss(model, loss_fn):  # the hook may run the model
+                return rows.call(user_hook, *args, hook=hook)
+
         hooks: Any = [
-            (names, partial(rows.call, hook))
+            (names, partial(call, rows, hook))
             for rows, run in zip(rows_of_runs, self._runs)
             for names, hook in run
         ]
         # Apply the model's own loss to each run's rows.
-        with replaced_loss(model, partial(self._losses, model.loss_fn)):
+        with replaced_loss(model, partial(self._losses, loss_fn)):
             output = model.run_with_hooks(self._tokens, fwd_hooks=hooks, **self._arguments)
         return self._split(output)
 
@@ -108,10 +116,7 @@ class Batch:
         per_token: bool = False,
     ) -> torch.Tensor:
         """Return the loss of each run `[run]`, or of each token `[run * batch, pos - 1]`."""
-        given = logits, tokens, attention_mask
-        if len(logits) != self._n_runs * self._rows:  # called by a hook, on its own rows
-            return loss_fn(*given, per_token=per_token)
-        parts = zip(*map(self._split_rows, given), strict=True)
+        parts = zip(*map(self._split_rows, (logits, tokens, attention_mask)), strict=True)
         losses = [loss_fn(*part, per_token=per_token) for part in parts]
         return torch.cat(losses) if per_token else torch.stack(losses)
 
@@ -148,9 +153,13 @@ class _HookResults:
 
     def begin(self, activation: torch.Tensor, point: str | None) -> None:
         """Start with this activation, unless it is the copy that an earlier hook returned here."""
-        if activation is not self.activation or point != self._point:
+        own = self.activation
+        # An OPT Bridge gives each hook a new view of it.
+        if own is None or activation.data_ptr() != own.data_ptr() or point != self._point:
             self.source, self.activation, self._point = activation, None, point
             self.returned = {}
+            if activation.stride(0) == 0:  # a Bridge's positions, one row for all runs
+                self.source = self.activation = activation.clone()
 
 
 class _RunRows:
@@ -193,6 +202,8 @@ class _RunRows:
                     f"there: return a new tensor, or {_REMEDY}"
                 )
             result = rows
+            if rows.requires_grad:  # the hook may have asked for its gradient: keep it in the graph
+                self._return(rows, activation)
         elif getattr(result, "shape", None) != rows.shape or result.dtype != rows.dtype:
             given = list(result.shape) if isinstance(result, torch.Tensor) else shown(result)
             raise ValueError(
@@ -200,12 +211,15 @@ class _RunRows:
                 f"in a batch it must return a tensor of the same shape and dtype: {_REMEDY}"
             )
         else:
-            results.returned[self._run] = result
-            if results.activation is None:
-                results.activation = activation.clone()
+            self._return(result, activation)
         if results.activation is not None:
             results.activation[self._rows] = result
         return results.activation
+
+    def _return(self, result: torch.Tensor, activation: torch.Tensor) -> None:
+        self._results.returned[self._run] = result
+        if self._results.activation is None:
+            self._results.activation = activation.clone()
 
 
 class _RunHookPoint:

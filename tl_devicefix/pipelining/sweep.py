@@ -7,8 +7,10 @@ Several runs may be one batch.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
+import types
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -53,6 +55,8 @@ from tl_devicefix.types import Model
 MAX_KEPT_BYTES = 2**29
 """The most bytes of unpatched residual streams that a sweep keeps, besides the one in use."""
 
+_OF_TEXTS = ("padding_side", "prepend_bos")
+
 _Start = tuple[int, list[Hooks], int, BlockOutput | None]
 """The first run's number, the runs' hooks, the block where they start, and its input."""
 
@@ -92,9 +96,10 @@ def sweep(
       residual stream to each other.
 
     **Batches.** With `batch_size=16`, sixteen runs are one forward with sixteen times the rows; it
-    starts at the first block that any of them changes. A hook sees its own run's rows, as if it ran
-    alone, and may edit them in place, return a tensor of their shape, or return None;
-    `hook.ctx` is a copy for its run. Permanent hooks, and modules that are not TransformerLens's,
+    starts at the first block that any of them changes. A hook sees its own run's rows, and may edit
+    them in place, return a tensor of their shape, or return None. The hooks of all runs are called
+    at one hook point before the next, so what hooks share, such as a dict, must be the run's own;
+    `hook.ctx` is a copy for the run. Permanent hooks, and modules that are not TransformerLens's,
     see the whole batch once. Results equal those of `batch_size=1` up to rounding, not bit for bit.
     A batch takes the memory of a forward of that many prompts. Its results are parts of one tensor
     and one graph: clone a result to keep it alone, and differentiate them together.
@@ -133,8 +138,14 @@ def sweep(
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more runs, but is {shown(batch_size)}")
+    if arguments.pop("reset_hooks_end", True) is not True:
+        raise ValueError("sweep removes the hooks of each run: leave out reset_hooks_end")
     if batch_size > 1:
         check_repeatable(arguments)
+        if len(texts) == 1 and not isinstance(tokens, torch.Tensor):
+            # A Bridge pads several texts, which gives one text that is repeated another mask.
+            given = {name: arguments[name] for name in _OF_TEXTS if name in arguments}
+            tokens = model.to_tokens(tokens, **given)
     return _sweep(model, tokens, runs, batch_size, progress, arguments)
 
 
@@ -155,9 +166,14 @@ def _sweep(
     streams = _ResidualStreams(model, tokens, arguments)
     skipping_by_model: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
 
+    # Remote and offloaded blocks keep a thread waiting, so with these each run has a thread.
+    waits = placement is not None and (
+        any(map(is_elsewhere, placement.devices)) or CPU in placement.memories
+    )
+
     # The caller's thread iterates over this, so the unpatched blocks run there.
     def starts() -> Iterator[_Start]:
-        numbered = _checked_runs(runs, points, progress)
+        numbered = _checked_runs(runs, points, progress, batch_size > 1 or waits)
         for number in itertools.count(0, batch_size):
             group = list(itertools.islice(numbered, batch_size))
             if not group:
@@ -185,10 +201,6 @@ def _sweep(
     weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
     number = 0
     n_ahead = n_in_flight(model, None)
-    # Remote and offloaded blocks keep a thread waiting, so with these each run has a thread.
-    waits = placement is not None and (
-        any(map(is_elsewhere, placement.devices)) or CPU in placement.memories
-    )
     if waits or placement is None or n_ahead == 1 or not may_launch_ahead(model, placement.home):
         results = run_all(model, run_from, starts(), n_ahead if waits else 1)
     else:
@@ -204,9 +216,14 @@ def _sweep(
 
 
 def _checked_runs(
-    runs: Iterable[Hooks], points: dict[str, HookPoint], progress: bool
+    runs: Iterable[Hooks], points: dict[str, HookPoint], progress: bool, ahead: bool
 ) -> Iterator[Hooks]:
-    """Yield the hooks of each run, checked: TransformerLens 3's Bridge ignores unknown names."""
+    """Yield the hooks of each run, checked: TransformerLens 3's Bridge ignores unknown names.
+
+    If runs are read ahead, a variable of the generator that hooks refer to may not change.
+    """
+    variables = runs.gi_code.co_cellvars if ahead and inspect.isgenerator(runs) else ()
+    seen: list[tuple[str, types.CellType, object]] = []
     for number, run in enumerate(hf_logging.tqdm(runs, desc="Sweep", disable=not progress)):
         if isinstance(run, tuple) and len(run) == 2 and callable(run[1]):
             raise ValueError(
@@ -225,6 +242,20 @@ def _checked_runs(
                     f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
                     f"{which_hook_point(item[0], points)}"
                 )
+        for name, cell, value in seen:
+            if cell.cell_contents is not value:
+                raise ValueError(
+                    f"a hook of run {number - 1} refers to {name}, which changed before the run "
+                    f"began: bind its value, lambda activation, hook, {name}={name}: ..."
+                )
+        functions = (getattr(part, "func", part) for item in hooks for part in item)
+        seen = [
+            (name, cell, cell.cell_contents)
+            for function in functions
+            if isinstance(function, types.FunctionType)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
+            if name in variables
+        ]
         yield hooks
 
 
@@ -285,6 +316,14 @@ class _FirstBlock:
     def _steady_blocks(self) -> int:
         """Return how many blocks, from the first on, do the same in each run."""
         if any(map(self._may_differ, _beside_blocks(self._model))):
+            return 0
+        points = [
+            module
+            for block in self._model.blocks
+            for module in each_module(block)
+            if isinstance(module, HookPoint)
+        ]
+        if len(set(points)) < len(points):  # a block or a part is used twice
             return 0
         for index, block in enumerate(self._model.blocks):
             if any(map(self._may_differ, each_module(block))):
