@@ -112,7 +112,26 @@ def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, load, tokens
 def test_in_the_order_of_layers_each_block_is_run_once_for_all(model, tokens):
     with blocks_run(model) as count:
         list(tl_devicefix.sweep(model, tokens, map(at, [0, 0, 1, 1, 2, 4, 4])))
-    assert count.blocks == 2 * 5 + 2 * 4 + 3 + 2 * 1 + 4  # 4 of the unpatched run
+    assert count.blocks == 2 * 5 + 2 * 4 + 3 + 2 * 1 + 5  # 5 of the unpatched run
+
+
+@pytest.mark.parametrize("hooked", [None, 3])
+def test_unpatched_blocks_run_in_few_forwards(hooked, model, tokens):
+    """From the third layer on, a forward goes on further, but not past the first user's hook."""
+    calls, own = [], type(model).forward
+    if hooked is not None:
+        model.add_perma_hook(f"blocks.{hooked}.hook_mlp_out", lambda *args, hook: calls.append(hook))
+    runs = [at(layer) for layer in range(1, 5)]
+
+    def forward(self, *args, **kwargs):
+        calls.append("forward")
+        return own(self, *args, **kwargs)
+
+    with mock.patch.object(type(model), "forward", forward):
+        list(tl_devicefix.sweep(model, tokens, runs))
+    # Of the runs; of the unpatched one to layers 1, 2 and 4, or 1, 2 and 3.
+    assert calls.count("forward") == len(runs) + 3
+    assert len(calls) - calls.count("forward") == (0 if hooked is None else len(runs))
 
 
 class Probe(nn.Module):

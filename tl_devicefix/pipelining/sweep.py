@@ -179,7 +179,8 @@ def _sweep(
             if not group:
                 return
             first = min(map(first_block.of, group))
-            yield number, group, first, streams.before(first) if first else None
+            stream = streams.before(first, first_block.of(())) if first else None
+            yield number, group, first, stream
 
     def run_from(view: Model, start: _Start) -> list[Any]:
         number, group, first, stream = start
@@ -317,18 +318,16 @@ class _FirstBlock:
         """Return how many blocks, from the first on, do the same in each run."""
         if any(map(self._may_differ, _beside_blocks(self._model))):
             return 0
-        points = [
-            module
-            for block in self._model.blocks
-            for module in each_module(block)
-            if isinstance(module, HookPoint)
-        ]
-        if len(set(points)) < len(points):  # a block or a part is used twice
-            return 0
+        steady, seen = len(self._model.blocks), set[HookPoint]()
         for index, block in enumerate(self._model.blocks):
-            if any(map(self._may_differ, each_module(block))):
-                return index
-        return len(self._model.blocks)
+            modules = list(each_module(block))
+            points = [module for module in modules if isinstance(module, HookPoint)]
+            if not seen.isdisjoint(points):  # a block or a part is used twice
+                return 0
+            seen.update(points)
+            if index < steady and any(map(self._may_differ, modules)):
+                steady = index
+        return steady
 
     def _may_differ(self, module: nn.Module) -> bool:
         """Return True if a module has a user's hook, or may behave differently in another run."""
@@ -400,6 +399,9 @@ class _ResidualStreams:
     It keeps them, so that each block is computed once, in whatever order they are asked for. If all
     outputs take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third,
     and so on, besides the one in use. Then a run may recompute the blocks after the last kept one.
+
+    A forward costs more than its blocks. So if all outputs fit, each forward goes on for as many
+    further blocks as the layers that were asked for let expect.
     """
 
     def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any]) -> None:
@@ -411,15 +413,24 @@ class _ResidualStreams:
         self._kept: dict[int, BlockOutput] = {}
         self._stride = 1
         self._asked = 0  # the block whose input is kept until the next one is asked for
+        self._first, self._n_asked = 0, 0  # of the layers asked for
 
-    def before(self, layer: int) -> BlockOutput:
+    def before(self, layer: int, last: int) -> BlockOutput:
         """Return the output of block `layer - 1`, on the device of block `layer` if there is one.
 
         Args:
             layer: 1 or more.
+            last: the last layer that may be asked for.
         """
+        if layer != self._asked:
+            self._first, self._n_asked = self._first or layer, self._n_asked + 1
         if layer not in self._kept:
-            self._go_on(max(filter(layer.__gt__, self._kept), default=0), layer)
+            stop = layer
+            if self._stride == 1 and self._n_asked > 2 and layer > max(self._kept):
+                # 3 layers asked for: go on for one more step; 4: for two, ...
+                step = max(0, layer - self._first) // (self._n_asked - 1)
+                stop = min(layer + step * (self._n_asked - 2), last)
+            self._go_on(max(filter(layer.__gt__, self._kept), default=0), stop)
         if self._asked != layer and self._asked % self._stride:
             del self._kept[self._asked]
         self._asked = layer

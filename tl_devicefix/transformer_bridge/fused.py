@@ -27,6 +27,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import PretrainedConfig
 
+from tl_devicefix.around import innermost
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
@@ -108,7 +109,10 @@ class FusedWrapper(Fused):
                     "the Bridge's own attention mask: register it before the forward, or call "
                     "unfuse_blocks"
                 )
-            if "forward" not in self.__dict__ and bound.may_run():
+            forward = self.__dict__.get("forward")
+            if innermost(forward) is None and bound.may_run():
+                if forward is not None:  # one of this package's, around that of the class
+                    return forward(*args, **kwargs)
                 return bound.run(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
