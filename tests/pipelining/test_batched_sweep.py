@@ -127,11 +127,14 @@ def test_a_text_in_a_batch_gets_the_mask_of_one_text(on_one):
 
 def test_a_variable_that_changes_before_a_batch_is_refused(on_one, tokens):
     model, factors = on_one("llama"), (1.0, 1.5, 2.0)
-    of_layer = (on_stream(n, lambda a, hook: a * factors[n]) for n in range(3))
+
+    def of_layers():
+        for n in range(3):
+            yield on_stream(n, lambda a, hook: a * factors[n])  # noqa: B023  # of the test
+
     with pytest.raises(ValueError, match=r"run 0 refers to n, which changed .* hook, n=n: \.\.\."):
-        batched(model, tokens, of_layer)
-    of_layer = (on_stream(n, lambda a, hook: a * factors[n]) for n in range(3))
-    alone = batched(model, tokens, of_layer, batch_size=1)
+        batched(model, tokens, of_layers())
+    alone = batched(model, tokens, of_layers(), batch_size=1)
     bound = (on_stream(n, lambda a, hook, n=n: a * factors[n]) for n in range(3))
     assert_agrees(batched(model, tokens, bound), alone, tolerance=2e-5)
 

@@ -120,7 +120,9 @@ def test_unpatched_blocks_run_in_few_forwards(hooked, model, tokens):
     """From the third layer on, a forward goes on further, but not past the first user's hook."""
     calls, own = [], type(model).forward
     if hooked is not None:
-        model.add_perma_hook(f"blocks.{hooked}.hook_mlp_out", lambda *args, hook: calls.append(hook))
+        model.add_perma_hook(
+            f"blocks.{hooked}.hook_mlp_out", lambda *args, hook: calls.append(hook)
+        )
     runs = [at(layer) for layer in range(1, 5)]
 
     def forward(self, *args, **kwargs):
