@@ -244,20 +244,27 @@ def _checked_runs(
                     f"{which_hook_point(item[0], points)}"
                 )
         for name, cell, value in seen:
-            if cell.cell_contents is not value:
+            if _contents_of(cell) is not value:
                 raise ValueError(
                     f"a hook of run {number - 1} refers to {name}, which changed before the run "
                     f"began: bind its value, lambda activation, hook, {name}={name}: ..."
                 )
         functions = (getattr(part, "func", part) for item in hooks for part in item)
         seen = [
-            (name, cell, cell.cell_contents)
+            (name, cell, _contents_of(cell))
             for function in functions
             if isinstance(function, types.FunctionType)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
             if name in variables
         ]
         yield hooks
+
+
+def _contents_of(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable is not assigned
+        return None
 
 
 # Arguments of a forward on which the residual stream depends.
