@@ -160,8 +160,9 @@ def check_contents(session: nox.Session, wheel: Path, sdist: Path) -> None:
             session.error(f"the package has no {name}")
 
 
-# CI runs all tests on these versions; `nox -s tests-3.5.1` runs them on another.
-IN_CI = ("3.9.0", "4.3.0", "2.18.0")
+# `nox -s full-3.9.0` runs every combination of parameters on one of these versions, outside CI;
+# `nox -s tests-3.5.1` runs the tests on any.
+WITH_FULL = ("3.9.0", "4.3.0", "2.18.0")
 WITH_RAY = ("3.9.0",)
 """Versions whose tests use a Ray cluster; on others, workers are threads."""
 
@@ -195,7 +196,7 @@ def add_full_tests(transformer_lens: str) -> None:
 
 for version in EVERY_VERSION:
     add_tests(version)
-for version in IN_CI:
+for version in WITH_FULL:
     add_full_tests(version)
 
 

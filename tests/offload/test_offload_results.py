@@ -110,10 +110,20 @@ def test_a_hook_that_changes_a_weight_in_use_from_outside_raises(load, tokens):
         W_out[0] = 7.0
         model.blocks[2].mlp.W_out[1] = 8.0
 
-    with pytest.raises(RuntimeError, match="W_out of an offloaded block was changed while"):
-        model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", change)])
-    assert_at_rest(model)
-    assert W_out[0].eq(7).all()  # by the user, so it stays
+    def change_and_fail(activation, hook):
+        change(activation, hook)
+        raise ValueError("as it was told")
+
+    expected = {
+        change: "W_out of an offloaded block was changed or frozen while",
+        change_and_fail: "as it was told",
+    }
+    for hook, message in expected.items():
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            model.run_with_hooks(tokens, fwd_hooks=[("blocks.2.hook_resid_pre", hook)])
+        assert_at_rest(model)
+        assert W_out[0].eq(7).all()  # by the user, so it stays
+        W_out.zero_()
 
 
 def test_a_change_in_inference_mode_is_written_back():
@@ -124,7 +134,7 @@ def test_a_change_in_inference_mode_is_written_back():
         copies = BlockCopy([Place(layer, "weight", layer.weight)], HOST)
         copies.swap_in()
         layer.weight.mul_(2)
-        copies.swap_out()
+        assert copies.swap_out() is None
     assert_agrees(layer.weight.detach(), expected)
 
 

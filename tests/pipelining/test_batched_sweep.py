@@ -132,11 +132,47 @@ def test_a_variable_that_changes_before_a_batch_is_refused(on_one, tokens):
         for n in range(3):
             yield on_stream(n, lambda a, hook: a * factors[n])  # noqa: B023  # of the test
 
-    with pytest.raises(ValueError, match=r"run 0 refers to n, which changed .* hook, n=n: \.\.\."):
-        batched(model, tokens, of_layers())
+    def of_layers_by_a_function():
+        for n in range(3):
+
+            def scaled(a, again=True):
+                return scaled(a, False) if again else a * factors[n]  # noqa: B023
+
+            yield on_stream(n, lambda a, hook, scaled=scaled: scaled(a))
+
+    def last_changes():
+        n = 1
+        yield on_stream(1, lambda a, hook: a * factors[n])
+        yield []
+        n = 2
+
+    for runs in (of_layers, of_layers_by_a_function, last_changes):
+        with pytest.raises(ValueError, match=r"run 0 refers to n, which changed .* n=n: \.\.\."):
+            batched(model, tokens, runs())
     alone = batched(model, tokens, of_layers(), batch_size=1)
     bound = (on_stream(n, lambda a, hook, n=n: a * factors[n]) for n in range(3))
     assert_agrees(batched(model, tokens, bound), alone, tolerance=2e-5)
+
+
+def test_a_variable_may_change_between_batches(on_one, tokens):
+    model, calls = on_one("llama"), []
+
+    def of_layers():
+        n_calls = 0
+
+        def count(activation, hook):
+            nonlocal n_calls
+            calls.append(n_calls := n_calls + 1)
+
+        for factor in (1.5, 2.0):
+            for layer in (1, 2):
+                hooks = on_stream(layer, lambda a, hook: a * factor)  # noqa: B023
+                yield [*hooks, *on_stream(3, count)]
+
+    assert_agrees(
+        batched(model, tokens, of_layers(), 2), looped(model, tokens, of_layers()), tolerance=2e-5
+    )
+    assert calls == [1, 2, 3, 4] * 2
 
 
 def test_a_hook_sees_its_own_rows_and_context(on_one, tokens):
@@ -207,6 +243,17 @@ def test_a_hook_asks_for_the_loss_of_its_own_rows(on_one, tokens):
     assert seen[6:] == pytest.approx(seen[:6], abs=1e-5)
 
 
+def test_a_permanent_hook_asks_for_a_loss_of_its_own(on_one, tokens):
+    model, losses = on_one("llama"), []
+
+    def lens(activation, hook):
+        losses.append(model.loss_fn(model.unembed(activation[:1]), tokens[:1]).item())
+
+    model.add_perma_hook("ln_final.hook_normalized", lens)
+    batched(model, tokens, [[], []], return_type="loss")
+    assert len(losses) == 1
+
+
 def test_a_hook_may_return_a_view_of_its_rows(on_one, tokens):
     model = on_one("llama")
     runs = [[("blocks.1.attn.hook_pattern", lambda a, hook: a.transpose(-1, -2))]] * 3
@@ -226,8 +273,9 @@ def test_gradients_of_what_hooks_return_reach_each_run(on_one, tokens):
     assert_agrees(*gradients, tolerance=1e-5)
 
 
-def test_gradients_reach_what_hooks_keep(on_one, tokens):
-    model, kept = on_one("llama"), []
+@pytest.mark.parametrize("name", ["hook_pos_embed", "blocks.2.hook_resid_pre"])
+def test_gradients_reach_what_hooks_keep(name, on_one, tokens):
+    model, kept = on_one("gpt2"), []
 
     def keep(activation, hook):
         activation.retain_grad()
@@ -235,11 +283,25 @@ def test_gradients_reach_what_hooks_keep(on_one, tokens):
 
     with torch.enable_grad():
         for results in (batched, looped):
-            runs = [[*on_stream(2, keep), *on_stream(3, keep)]] * 2
-            sum(out[:, -1].square().mean() for out in results(model, tokens, runs)).backward()
-    streams = [activation.grad for activation in kept]
-    in_order = [streams[n] for n in (0, 2, 1, 3)]  # a batch calls hooks by hook points
-    assert_agrees(in_order, streams[4:], tolerance=1e-5)
+            runs = [[(name, keep), *on_stream(3, keep)]] * 2
+            outputs = results(model, tokens[:1], runs)
+            sum(out[:, -1].square().mean() for out in outputs).backward()
+    gradients = [activation.grad for activation in kept]
+    in_order = [gradients[n] for n in (0, 2, 1, 3)]  # a batch calls hooks by hook points
+    assert_agrees(in_order, gradients[4:], tolerance=1e-5)
+
+
+def test_batches_run_within_torch_func(on_one, tokens):
+    model, runs = on_one("llama"), [[*on_stream(1), *on_stream(2, in_place)]] * 2
+
+    def loss(vector, results):
+        steer = [("blocks.3.hook_resid_pre", lambda a, hook: a + vector)]
+        outputs = results(model, tokens, [[*run, *steer] for run in runs])
+        return sum(out.square().mean() for out in outputs)
+
+    vector = torch.zeros(model.cfg.d_model)
+    gradients = [torch.func.grad(loss)(vector, results) for results in (batched, looped)]
+    assert_agrees(*gradients, tolerance=1e-5)
 
 
 def test_a_batch_starts_at_the_first_block_of_its_runs(on_one, tokens, monkeypatch):

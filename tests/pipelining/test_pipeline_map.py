@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import itertools
 import threading
 import time
@@ -159,7 +160,7 @@ ATTRIBUTES = {
     "training": lambda view: setattr(view.blocks[1].attn, "training", 1),
     "put_in": lambda view: setattr(view.blocks[1].mlp, "put_in", torch.ones(1)),
     "put_on": lambda view: setattr(view, "put_on", 3.0),
-    "a parameter or buffer": lambda view: setattr(
+    "a parameter": lambda view: setattr(
         view.blocks[1].attn, "W_Q" if "W_Q" in view.blocks[1].attn._parameters else "mine", MINE
     ),
     "a parameter, buffer or module": lambda view: setattr(
@@ -177,6 +178,17 @@ def test_an_attribute_that_a_run_sets_in_its_view_is_refused(model, batches, nam
     next(results)
     with pytest.raises(RuntimeError, match=rf"a run set {name} of \w+ in its view"):
         results.close()
+
+
+@pytest.mark.hooked
+def test_runs_may_extend_rotary_tables(load, batches, monkeypatch):
+    attention = importlib.import_module("transformer_lens.components").AbstractAttention
+    if not hasattr(attention, "ROTARY_INITIAL_CACHE_SIZE"):
+        pytest.skip("this TransformerLens makes tables of n_ctx rows")
+    monkeypatch.setattr(attention, "ROTARY_INITIAL_CACHE_SIZE", 4)
+    model = load("llama")
+    results = list(pipeline_map(model, logits, batches))
+    assert_bit_equal(results, [model(batch) for batch in batches])
 
 
 def test_runs_may_generate_and_call_eval(model, batches):

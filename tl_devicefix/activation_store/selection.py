@@ -247,7 +247,9 @@ def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tenso
     if isinstance(item, Mapping):
         tokens, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
         for name in _NOT_PASSED_ON:
-            if item.get(name) is not None and _as_tensor(item[name]).any():
+            value = item.get(name)
+            # Many tokenizers give a mask of types that is all zeros.
+            if value is not None and (name != "token_type_ids" or _as_tensor(value).any()):
                 raise ValueError(
                     f"item {number} of batches has {name}, which are not passed on to the model: "
                     f"remove them, or pass {name}=... to save_activations if they are the same for "

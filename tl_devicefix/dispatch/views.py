@@ -97,11 +97,10 @@ class View(Generic[Module]):
         """Undo what a run changed: hooks, contexts, modules, and the attributes of the view itself.
 
         This visits the view itself, and modules that had hooks or whose containers were written to.
-        Values of weights, and all else that the view shares with the model, stay as they are.
+        Values of weights, and all else that the view shares with the model, stay as they are. If it
+        undoes a weight or an attribute of the view itself, `kept_setting` says so.
         """
-        added = vars(self.model).keys() - self._states[0].as_made.keys()
-        of = self._states[0].kind.__name__
-        undone = next((f"{name} of {of}" for name in added if not name.startswith("_")), None)
+        undone = self._states[0].kept_setting()
         # If two modules share a container, the first note of it is what it had: restore that last.
         for state in (*reversed(self._changed), *self._always):
             undone = state.restore() or undone
@@ -128,9 +127,8 @@ class View(Generic[Module]):
         This visits all modules: call it once, after all runs.
         """
         # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
-        modules = (state for state in self._states if issubclass(state.kind, nn.Module))
-        kept = next(filter(None, (state.kept_setting() for state in modules)), None)
-        return self._undone or kept
+        modules = (s for s in self._states if issubclass(s.kind, nn.Module))
+        return self._undone or next(filter(None, (s.kept_setting() for s in modules)), None)
 
 
 @patches("HookPoint", takes="self", why="a view's hook points keep their contexts")
@@ -238,8 +236,8 @@ class _State:
             # Compare by identity: `==` of two tensors is a tensor.
             if len(now) != len(contents) or not all(map(is_, now, contents)):
                 refill(container, contents)
-                if any(container is self.as_made.get(name) for name in ("_parameters", "_buffers")):
-                    undone = f"a parameter or buffer of {self.kind.__name__}"
+                if container is self.as_made.get("_parameters"):  # libraries replace buffers
+                    undone = f"a parameter of {self.kind.__name__}"
                 if container is self.as_made.get("_modules"):
                     count_assignment()
                 elif any(container is self.as_made.get(name) for name in HOOKS):
@@ -268,7 +266,8 @@ class _State:
             is_kept = value is before or (is_replaced and name not in HOOKS)
             # `generate` calls `eval()`, which changes nothing: no run in flight has dropout.
             is_eval = name == "training" and value is False
-            if not (is_kept or is_eval):
+            # `prepend_bos` of a call gives the view a config of its own.
+            if not (is_kept or is_eval or name == "cfg"):
                 return f"{name} of {self.kind.__name__}"
         return None
 

@@ -44,7 +44,8 @@ class BlockCopy:
         self._streams = module_with_streams(device)
         self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None  # an event, where there are streams
-        self._states: list[object] = []  # of each parameter when it was copied
+        # Of each parameter when it was copied.
+        self._states: list[tuple[object, tuple[object, ...]]] = []
         try:
             for place in places:
                 self._states.append((place[:2], stamp(place.host)))
@@ -84,22 +85,19 @@ class BlockCopy:
         for weight in self.weights:
             weight.swap_in()
 
-    def swap_out(self) -> None:
+    def swap_out(self) -> str | None:
         """Put the parameters back, and drop the copies.
 
-        Raises:
-            RuntimeError: if one was changed, or set to need no gradient, while its copy was in use.
+        Returns:
+            The name of a parameter that was changed while its copy was in use, if any.
         """
-        changed = [one for one in self.weights if one.is_host_changed()]
-        for weight in self.weights:
-            weight.swap_out()
+        changed = None
+        for weight, (_, state) in zip(self.weights, self._states):
+            is_changed = stamp(weight.host) != state
+            weight.swap_out(keep=is_changed)
+            changed = weight.name if is_changed else changed
         self.drop()
-        if changed:
-            raise RuntimeError(
-                f"{changed[0].name} of an offloaded block was changed while the block ran with a "
-                "copy of it: in a hook, take it from its module (model.blocks[2].mlp.W_out), not "
-                "from before the forward"
-            )
+        return changed
 
     def share(self) -> None:
         """Make the current stream wait for the copies, and mark their memory as used by it."""
@@ -125,12 +123,21 @@ class BlockCopy:
             self._done.synchronize()
 
 
+def refuse_changed(name: str | None) -> None:
+    """Raise if `BlockCopy.swap_out` has returned the name of a parameter."""
+    if name is not None:
+        raise RuntimeError(
+            f"{name} of an offloaded block was changed or frozen while the block ran with a copy "
+            "of it: do so before the forward, or in a hook with the weight of its module "
+            "(model.blocks[2].mlp.W_out)"
+        )
+
+
 class PrefetchedWeight:
     """A weight on a device, which takes the place of a parameter in host memory."""
 
     def __init__(self, place: Place, copy: torch.Tensor) -> None:
         self._module, self.name, self.host = place
-        self._host_stamp = stamp(self.host)
         with torch.enable_grad():  # a parameter requires its gradient under no_grad too
             self.weight: torch.Tensor = _Copied.apply(self.host, copy)
         self._stamp = stamp(self.weight)
@@ -140,19 +147,15 @@ class PrefetchedWeight:
         # The weight has a graph, through which its gradient reaches the parameter.
         self._module._parameters[self.name] = self.weight  # type: ignore[assignment]
 
-    def is_host_changed(self) -> bool:
-        """Return True if the parameter was changed since it was copied."""
-        return stamp(self.host) != self._host_stamp
-
-    def swap_out(self) -> None:
+    def swap_out(self, keep: bool) -> None:
         """Put the parameter back, with the values that a hook may have given the weight.
 
-        A parameter that a hook has assigned stays.
+        A parameter that a hook has assigned stays; with `keep`, its own values stay.
         """
         if self._module._parameters.get(self.name) is not self.weight:
             return
         self._module._parameters[self.name] = self.host
-        if stamp(self.weight) != self._stamp and not self.is_host_changed():
+        if stamp(self.weight) != self._stamp and not keep:
             with torch.no_grad():
                 self.host.copy_(self.weight)
 

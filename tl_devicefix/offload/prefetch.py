@@ -29,7 +29,7 @@ from torch import nn
 
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.fusing.one_forward import forward_cache
-from tl_devicefix.offload.copying import BlockCopy, Place, keeping_on_host
+from tl_devicefix.offload.copying import BlockCopy, Place, keeping_on_host, refuse_changed
 from tl_devicefix.placement.devices import CPU, module_with_streams
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
@@ -79,9 +79,11 @@ class OffloadedForward(Around):
             self._swap_in(prefetch)
             try:
                 with keeping_on_host(self._copy.weights if self._copy else ()):
-                    return run(*args, **kwargs)
+                    output = run(*args, **kwargs)
             finally:
-                self._swap_out()
+                changed = self._swap_out()
+            refuse_changed(changed)  # not in `finally`: a user's error comes first
+            return output
 
     def places(self) -> Iterator[Place]:
         """Yield each parameter in host memory, including those that copies replace at present."""
@@ -105,12 +107,14 @@ class OffloadedForward(Around):
                 self._copy.swap_in()
             self._calls += 1
 
-    def _swap_out(self) -> None:
+    def _swap_out(self) -> str | None:
+        changed = None
         with _swapping:
             self._calls -= 1
             if not self._calls and self._copy is not None:
-                self._copy.swap_out()
+                changed = self._copy.swap_out()
                 self._copy = None
+        return changed
 
 
 def _places(
@@ -140,11 +144,13 @@ class OffloadedPart(Around):
         try:
             with _swapping:
                 copy.swap_in()
-            return run(*args, **kwargs)
+            output = run(*args, **kwargs)
         finally:
             with _swapping:
-                copy.swap_out()
+                changed = copy.swap_out()
             copy.wait_until_read()
+        refuse_changed(changed)
+        return output
 
 
 def attach_parts(block: nn.Module, root: nn.Module) -> None:

@@ -10,6 +10,7 @@ Three runs of a prompt `[1, pos]`, one hook each:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -116,7 +117,10 @@ class Batch:
         per_token: bool = False,
     ) -> torch.Tensor:
         """Return the loss of each run `[run]`, or of each token `[run * batch, pos - 1]`."""
-        parts = zip(*map(self._split_rows, (logits, tokens, attention_mask)), strict=True)
+        given = logits, tokens, attention_mask
+        if len(logits) != self._n_runs * self._rows:  # called by a permanent hook
+            return loss_fn(*given, per_token=per_token)
+        parts = zip(*map(self._split_rows, given), strict=True)
         losses = [loss_fn(*part, per_token=per_token) for part in parts]
         return torch.cat(losses) if per_token else torch.stack(losses)
 
@@ -153,13 +157,20 @@ class _HookResults:
 
     def begin(self, activation: torch.Tensor, point: str | None) -> None:
         """Start with this activation, unless it is the copy that an earlier hook returned here."""
-        own = self.activation
-        # An OPT Bridge gives each hook a new view of it.
-        if own is None or activation.data_ptr() != own.data_ptr() or point != self._point:
+        if point != self._point or not _is_same(activation, self.activation):
             self.source, self.activation, self._point = activation, None, point
             self.returned = {}
             if activation.stride(0) == 0:  # a Bridge's positions, one row for all runs
-                self.source = self.activation = activation.clone()
+                self.source = activation.clone()
+                self.activation = self.source.clone()
+
+
+def _is_same(activation: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if activation is other or other is None:
+        return activation is other
+    with contextlib.suppress(RuntimeError):  # a tensor in `torch.func` has no memory
+        return activation.data_ptr() == other.data_ptr()  # an OPT Bridge makes a view for each hook
+    return False
 
 
 class _RunRows:
@@ -202,7 +213,7 @@ class _RunRows:
                     f"there: return a new tensor, or {_REMEDY}"
                 )
             result = rows
-            if rows.requires_grad:  # the hook may have asked for its gradient: keep it in the graph
+            if before is None and rows.requires_grad:  # the hook may keep them, for a gradient
                 self._return(rows, activation)
         elif getattr(result, "shape", None) != rows.shape or result.dtype != rows.dtype:
             given = list(result.shape) if isinstance(result, torch.Tensor) else shown(result)

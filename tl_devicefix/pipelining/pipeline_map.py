@@ -247,8 +247,8 @@ def _refuse_settings(views: list[View[Model]]) -> None:
     for view in views:
         if (setting := view.kept_setting()) is not None:
             raise RuntimeError(
-                f"a run set {setting} in its view, so later runs may have it or not: set it on the "
-                f"model before, or {ONE_AT_A_TIME}"
+                f"a run set {setting} in its view, which some of the other runs may have or not: "
+                f"set it on the model before, or {ONE_AT_A_TIME}"
             )
 
 

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 import types
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -121,9 +122,11 @@ def sweep(
     Raises:
         TypeError: for a model of neither class, `tokens` of several batches, `runs` that cannot
             be iterated over, and an argument that does not exist.
-        ValueError: for a run that is not a list of hooks, or a hook point that the model lacks. In
-            batches, also for an argument that cannot be repeated, a hook point whose first
-            dimension is not the batch, and a hook that returns another shape.
+        ValueError: for a run that is not a list of hooks, a hook point that the model lacks, a
+            variable of the generator `runs` that changes before the hooks that refer to it have
+            run, and `reset_hooks_end=False`. In batches, also for an argument that cannot be
+            repeated, a hook point whose first dimension is not the batch, and a hook that returns
+            another shape.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
             between two runs; if a hook runs or hooks the model, where each run has a thread.
     """
@@ -166,6 +169,7 @@ def _sweep(
     streams = _ResidualStreams(model, tokens, arguments)
     skipping_by_model: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
 
+    n_ahead = n_in_flight(model, None)
     # Remote and offloaded blocks keep a thread waiting, so with these each run has a thread.
     waits = placement is not None and (
         any(map(is_elsewhere, placement.devices)) or CPU in placement.memories
@@ -173,9 +177,15 @@ def _sweep(
 
     # The caller's thread iterates over this, so the unpatched blocks run there.
     def starts() -> Iterator[_Start]:
-        numbered = _checked_runs(runs, points, progress, batch_size > 1 or waits)
+        checked = _checked_runs(runs, points, progress)
+        variables = _Variables(runs, n_ahead if waits else 1)
         for number in itertools.count(0, batch_size):
-            group = list(itertools.islice(numbered, batch_size))
+            group: list[Hooks] = []
+            variables.begin_group()
+            for run in itertools.islice(checked, batch_size):
+                variables.add(number + len(group), run)
+                group.append(run)
+            variables.check()
             if not group:
                 return
             first = min(map(first_block.of, group))
@@ -201,7 +211,6 @@ def _sweep(
 
     weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
     number = 0
-    n_ahead = n_in_flight(model, None)
     if waits or placement is None or n_ahead == 1 or not may_launch_ahead(model, placement.home):
         results = run_all(model, run_from, starts(), n_ahead if waits else 1)
     else:
@@ -217,14 +226,9 @@ def _sweep(
 
 
 def _checked_runs(
-    runs: Iterable[Hooks], points: dict[str, HookPoint], progress: bool, ahead: bool
+    runs: Iterable[Hooks], points: dict[str, HookPoint], progress: bool
 ) -> Iterator[Hooks]:
-    """Yield the hooks of each run, checked: TransformerLens 3's Bridge ignores unknown names.
-
-    If runs are read ahead, a variable of the generator that hooks refer to may not change.
-    """
-    variables = runs.gi_code.co_cellvars if ahead and inspect.isgenerator(runs) else ()
-    seen: list[tuple[str, types.CellType, object]] = []
+    """Yield the hooks of each run, checked: TransformerLens 3's Bridge ignores unknown names."""
     for number, run in enumerate(hf_logging.tqdm(runs, desc="Sweep", disable=not progress)):
         if isinstance(run, tuple) and len(run) == 2 and callable(run[1]):
             raise ValueError(
@@ -243,21 +247,49 @@ def _checked_runs(
                     f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
                     f"{which_hook_point(item[0], points)}"
                 )
-        for name, cell, value in seen:
+        yield hooks
+
+
+class _Variables:
+    """The variables of a generator of runs that hooks refer to, while these have not run.
+
+    A loop calls the hooks of a run before the generator goes on and changes its variables.
+
+    Args:
+        runs: the runs, perhaps a generator.
+        n_groups: how many groups of runs may be read before the first of them has ended.
+    """
+
+    def __init__(self, runs: Iterable[Hooks], n_groups: int) -> None:
+        self._names = runs.gi_code.co_cellvars if inspect.isgenerator(runs) else ()
+        self._groups = deque[list[tuple[int, str, types.CellType, object]]](maxlen=n_groups)
+
+    def begin_group(self) -> None:
+        """Begin another group of runs."""
+        self._groups.append([])
+
+    def add(self, number: int, hooks: Hooks) -> None:
+        """Note the variables that the hooks of a run refer to, also by a function within them."""
+        functions: list[object] = [getattr(part, "func", part) for item in hooks for part in item]
+        for function in functions:  # the list grows in the loop
+            if not isinstance(function, types.FunctionType):
+                continue
+            cells = function.__closure__ or ()
+            values = [*map(_contents_of, cells), *(function.__defaults__ or ())]
+            new = (it for it in values if type(it) is types.FunctionType and it not in functions)
+            functions += new
+            for name, cell, value in zip(function.__code__.co_freevars, cells, values):
+                if name in self._names:
+                    self._groups[-1].append((number, name, cell, value))
+
+    def check(self) -> None:
+        """Raise if one has another value now."""
+        for number, name, cell, value in itertools.chain.from_iterable(self._groups):
             if _contents_of(cell) is not value:
                 raise ValueError(
-                    f"a hook of run {number - 1} refers to {name}, which changed before the run "
-                    f"began: bind its value, lambda activation, hook, {name}={name}: ..."
+                    f"a hook of run {number} refers to {name}, which changed before the run began: "
+                    f"give the hook its value, such as lambda activation, hook, {name}={name}: ..."
                 )
-        functions = (getattr(part, "func", part) for item in hooks for part in item)
-        seen = [
-            (name, cell, _contents_of(cell))
-            for function in functions
-            if isinstance(function, types.FunctionType)
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
-            if name in variables
-        ]
-        yield hooks
 
 
 def _contents_of(cell: types.CellType) -> object:
@@ -433,9 +465,9 @@ class _ResidualStreams:
             self._first, self._n_asked = self._first or layer, self._n_asked + 1
         if layer not in self._kept:
             stop = layer
-            if self._stride == 1 and self._n_asked > 2 and layer > max(self._kept):
+            if self._stride == 1 and self._n_asked > 2:
                 # 3 layers asked for: go on for one more step; 4: for two, ...
-                step = max(0, layer - self._first) // (self._n_asked - 1)
+                step = (layer - self._first) // (self._n_asked - 1)
                 stop = min(layer + step * (self._n_asked - 2), last)
             self._go_on(max(filter(layer.__gt__, self._kept), default=0), stop)
         if self._asked != layer and self._asked % self._stride:
