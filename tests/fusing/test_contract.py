@@ -436,3 +436,31 @@ def test_fused_model_gives_the_same_spread_or_offloaded(fused, load, machine, to
             assert_agrees(model(tokens), expected)
         assert_agrees(model(tokens, attention_mask=mask).cpu()[mask.bool()], expected_padded)
         assert set(tl_devicefix.report(model).values()) == {"fused"}
+
+
+@pytest.mark.parametrize("at", ["hook_resid_pre", "attn.hook_q"])
+def test_a_hook_that_hooks_its_own_fused_block_raises(at, fused, model_class, tokens):
+    model = fused()
+    if model_class != HOOKED and at == "attn.hook_q":
+        pytest.skip("TransformerLens's own forward runs if queries are hooked")
+
+    def add(activation, hook):
+        model.add_hook("blocks.3.attn.hook_pattern", double)
+
+    with pytest.raises(RuntimeError, match="a hook added a hook to its own block, which is fused"):
+        model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.3.{at}", add)])
+
+
+def test_a_hook_may_hook_its_own_block_for_the_next_run(fused, tokens):
+    def run(model):
+        def add(activation, hook):
+            model.add_hook("blocks.3.hook_resid_pre", double)
+
+        first = model.run_with_hooks(
+            tokens, fwd_hooks=[("blocks.3.hook_resid_post", add)], reset_hooks_end=False
+        )
+        results = first, model(tokens)
+        model.reset_hooks()
+        return results
+
+    assert_either_way(fused(), run)

@@ -69,3 +69,17 @@ def test_a_forward_that_starts_at_a_block_is_on_its_device(load, tokens):
     hook = ("blocks.3.hook_in", lambda value, hook: seen.append(value.device))
     bridge.run_with_hooks(residual, start_at_layer=3, fwd_hooks=[hook])
     assert seen == [bridge.placement.device_of("blocks.3")] != [residual.device]
+
+
+@pytest.mark.skipif(has_hooked_transformer(), reason="TransformerLens 3 starts at no other block")
+@pytest.mark.parametrize(
+    ("kind", "options"), in_turn(["bloom", "mamba"], [{}, {"fuse_blocks": True}])
+)
+def test_a_start_that_transformer_lens_ignores_is_told(kind, options, load, on_one, tokens):
+    bridge, reference = load(kind, 2, **options), on_one(kind)
+    residual = reference(tokens, stop_at_layer=2)
+    with tl_devicefix.disabled():
+        expected = reference(residual, start_at_layer=2)
+    with pytest.warns(UserWarning, match="ignores start_at_layer in this architecture"):
+        actual = bridge(residual.to(bridge.placement.home), start_at_layer=2)
+    assert_agrees(actual, expected)

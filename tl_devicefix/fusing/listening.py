@@ -114,7 +114,7 @@ class Listeners:
         self._n_assigned = _n_assigned
         _watched.update(block.modules())
         self._named = [(name, vars(module)) for name, module in named]
-        self._names = frozenset(name for name, _ in self._named)
+        self.names = frozenset(name for name, _ in self._named)
         self._attributes = [attributes for _, attributes in self._named]
         self._ids = frozenset(map(id, self._attributes))
         self._are_harmless = are_harmless
@@ -145,6 +145,18 @@ class Listeners:
             self._seen = _, hooked, _ = self._now()
         return hooked
 
+    def refuse_others(self, hooked: frozenset[str]) -> None:
+        """Raise if a hook has put one on a module that is not in `hooked`: it would not be called.
+
+        Args:
+            hooked: what `look` returned when the block began.
+        """
+        if not self.look() <= hooked:
+            raise RuntimeError(
+                "a hook added a hook to its own block, which is fused and does not call it in this "
+                "forward: add it before, or call unfuse_blocks"
+            )
+
     def _are_elsewhere(self, as_of: int) -> bool:
         """Return True if all hooks from this number on were noted, and are outside the block."""
         now = RemovableHandle.next_id
@@ -160,7 +172,7 @@ class Listeners:
     def _now(self) -> tuple[int, frozenset[str], list[dict[str, Any]]]:
         as_of = RemovableHandle.next_id  # first: another thread may add hooks meanwhile
         if _has_any_global_hook():
-            return -1, self._names, []  # -1: look again, its removal is not seen
+            return -1, self.names, []  # -1: look again, its removal is not seen
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
         hooked, listened = set(), []

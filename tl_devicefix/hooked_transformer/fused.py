@@ -131,7 +131,10 @@ class FusedBlock(Fused):
         if not by_sdpa:
             return super().forward(*given)
         block: Any = object.__new__(TransformerBlock)
-        attend = functools.partial(_fused_attention, bound.modules["attn"], True)
+        # TransformerLens's block calls whatever is hooked meanwhile, except in the pattern.
+        seen = bound.listeners.names - {"pattern"}
+        refuse_others = functools.partial(bound.listeners.refuse_others, seen)
+        attend = functools.partial(_fused_attention, bound.modules["attn"], refuse_others)
         block.__dict__.update(self.__dict__, _modules={**bound.modules, "attn": attend})
         return TransformerBlock.forward(block, *given)
 
@@ -244,13 +247,18 @@ def _block(
     modules, cfg = bound.modules, bound.attributes["cfg"]
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if name in hooked else x
+        if name not in hooked:
+            return x
+        result: torch.Tensor = modules[name](x)
+        if name != "hook_resid_post":  # the last one
+            bound.listeners.refuse_others(hooked)
+        return result
 
     is_post_norm = cfg.original_architecture in POST_NORM
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
     x = resid_pre if is_post_norm else _norm(modules["ln1"], resid_pre)
     attend = (
-        functools.partial(_fused_attention, modules["attn"], False) if by_sdpa else modules["attn"]
+        functools.partial(_fused_attention, modules["attn"], None) if by_sdpa else modules["attn"]
     )
     attn_out = attend(
         query_input=x,
@@ -314,19 +322,28 @@ def _project(
 
 def _fused_attention(
     attn: Any,
-    is_hooked: bool,
+    refuse_others: Callable[[], None] | None,
     query_input: Residual,
     key_input: Residual,
     value_input: Residual,
     past_kv_cache_entry: kv_cache.Entry | None,
     attention_mask: Padding | None,
 ) -> Residual:
-    """Run attention by SDPA; if `is_hooked`, call its hook points, and its norms as modules."""
+    """Run attention by SDPA.
+
+    With `refuse_others`, call its hook points, its norms as modules, and this after each point.
+    """
     cfg, modules, named = attn.cfg, attn._modules, attn._parameters
     entry, padding = past_kv_cache_entry, attention_mask
+    is_hooked = refuse_others is not None
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if is_hooked else x
+        if refuse_others is None:
+            return x
+        result: torch.Tensor = modules[name](x)
+        if name != "hook_z":  # which comes after the pattern
+            refuse_others()
+        return result
 
     W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, b_O = (named[name] for name in _ATTENTIONS[type(attn)])
     q = point("hook_q", _project(query_input, W_Q, b_Q))  # [batch, pos, head_index, d_head]

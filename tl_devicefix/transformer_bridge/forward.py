@@ -17,6 +17,7 @@ from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
+from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.gathering.caches import CacheAtHome, cache_for
@@ -24,7 +25,7 @@ from tl_devicefix.gathering.gathering import gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
-from tl_devicefix.transformer_bridge.fused import config_of_sdpa
+from tl_devicefix.transformer_bridge.fused import config_of_sdpa, starts_at
 
 _Result = TypeVar("_Result")
 
@@ -40,6 +41,12 @@ def forward(
     """
     if "past_key_values" in kwargs and _takes_cache(self):
         kwargs["cache"] = kwargs.pop("past_key_values")
+    if kwargs.get("start_at_layer") is not None and not starts_at(class_of(self.blocks[0])):
+        warnings.warn(
+            "TransformerLens ignores start_at_layer in this architecture: all blocks run, from the "
+            "stream that you gave",
+            stacklevel=4,
+        )
     named = [kwargs.get(name) for name in ("attention_mask", "one_zero_attention_mask")]
     # Any tensor that is given by position may be a mask, except the first, which is the input.
     masks = [*named, *(value for value in args[1:] if isinstance(value, torch.Tensor))]

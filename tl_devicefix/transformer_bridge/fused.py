@@ -6,6 +6,7 @@ input and output are called around the layer. If there is any other hook, the Br
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -101,7 +102,7 @@ class FusedWrapper(Fused):
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the layer, unless there are hooks inside or torch hooks on the wrapper itself."""
         now = this_forward()
-        if now.is_of_bridge and is_enabled():
+        if now.is_of_bridge and is_enabled() and not self._is_called_by_hand(args, kwargs):
             bound = bound_of(self)
             if now.config_of_sdpa is not None and bound.shows_mask() and self.is_list_item:
                 raise RuntimeError(
@@ -119,7 +120,8 @@ class FusedWrapper(Fused):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Call transformers' own layer, or TransformerLens's forward if there are hooks inside."""
         # If a user calls a block, its wrappers make the mask and positions that the layer lacks.
-        if not this_forward().is_of_bridge or not self.is_list_item or not is_enabled():
+        is_of_bridge = this_forward().is_of_bridge and not self._is_called_by_hand(args, kwargs)
+        if not is_of_bridge or not self.is_list_item or not is_enabled():
             return super().forward(*args, **kwargs)
         bound = bound_of(self)
         if bound.may_run(ignore="itself"):
@@ -127,6 +129,10 @@ class FusedWrapper(Fused):
         output = super().forward(*args, **kwargs)
         _drop_pattern(self)
         return output
+
+    def _is_called_by_hand(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        """Return True for a block that is given nothing but a stream, also in a hook's code."""
+        return len(args) + len(kwargs) == 1 and bool(self.is_list_item)
 
 
 def _drop_pattern(block: nn.Module) -> None:
@@ -234,12 +240,13 @@ class BoundWrapper:
     def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the layer in place of the wrapper, and the hooks on a block's input and output."""
         attributes, hooked = block.__dict__, self._listeners.look()
-        if attributes.get("_start_at_layer_idx") is not None:
+        if attributes.get("_start_at_layer_idx") is not None and starts_at(class_of(block)):
             args, kwargs = block._maybe_inject_start_residual(args, kwargs)
         if attributes.get("_stop_at_layer_idx") is not None:
             block._check_stop_at_layer(*args, **kwargs)
         if "hook_in" in hooked:
             args, kwargs = block._hook_input_hidden_states(args, kwargs)
+            self._listeners.refuse_others(hooked)
         output = self.layer(*args, **kwargs)
         if "hook_out" not in hooked:
             return output
@@ -276,11 +283,17 @@ class BoundWrapper:
         return frozenset(id(it.original_component) for it in by_sdpa)
 
 
-def _runs_its_layer(kind: type) -> bool:
-    """Return True if a class's `forward` is that of one of `_BLOCKS`, or reaches it by `super`."""
+@functools.cache
+def starts_at(kind: type) -> bool:
+    """Return True if a block's class takes the stream of `start_at_layer`; others ignore it."""
+    return _runs_its_layer(kind, ("BlockBridge",))
+
+
+def _runs_its_layer(kind: type, blocks: tuple[str, ...] = _BLOCKS) -> bool:
+    """Return True if a class's `forward` is that of one of `blocks`, or reaches it by `super`."""
     for base in kind.__mro__:
         run = vars(base).get("forward")
-        if run is not None and base.__name__ in _BLOCKS:
+        if run is not None and base.__name__ in blocks:
             return True
         if run is not None and "__class__" not in run.__code__.co_freevars:  # calls no `super()`
             return False

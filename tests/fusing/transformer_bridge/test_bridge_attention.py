@@ -262,3 +262,20 @@ def test_a_plain_tensor_in_place_of_a_norms_parameter_acts(name, load, tokens):
     expected = bridge(tokens)
     tl_devicefix.fuse_blocks(bridge)
     torch.testing.assert_close(bridge(tokens), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_a_block_that_a_hook_calls_by_hand_is_the_bridges(name, fused, tokens):
+    """It makes the mask and the positions that transformers' own layer would be given."""
+
+    def run(bridge):
+        results = []
+
+        def call(activation, hook):
+            results.append(bridge.blocks[2](activation))
+
+        bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_post", call)])
+        return results
+
+    assert_either_way(fused(name), run)
