@@ -286,7 +286,7 @@ class BoundWrapper:
 @functools.cache
 def starts_at(kind: type) -> bool:
     """Return True if a block's class takes the stream of `start_at_layer`; others ignore it."""
-    return _runs_its_layer(kind, ("BlockBridge",))
+    return hasattr(kind, "is_remote") or _runs_its_layer(kind, ("BlockBridge",))
 
 
 def _runs_its_layer(kind: type, blocks: tuple[str, ...] = _BLOCKS) -> bool:
