@@ -55,7 +55,7 @@ class Batch:
     """A forward of several runs.
 
     Args:
-        tokens: the prompts, the same for every run.
+        tokens: the prompts, the same for every run; a single text is given as its tokens.
         runs: the hooks of each run.
         arguments: of the forward, the same for every run; `check_repeatable` has accepted them.
     """
@@ -68,8 +68,7 @@ class Batch:
             tokens = tokens[None] if tokens.dim() == 1 else tokens
             self._rows, self._tokens = tokens.shape[0], repeated(tokens, self._n_runs)
         else:
-            texts = [tokens] if isinstance(tokens, str) else list(tokens)
-            self._rows, self._tokens = len(texts), texts * self._n_runs
+            self._rows, self._tokens = len(tokens), list(tokens) * self._n_runs
         self._arguments: dict[str, Any] = {
             # A value with a row for each prompt is repeated; any other broadcasts.
             name: repeated(value, self._n_runs)

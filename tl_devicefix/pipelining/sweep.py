@@ -56,8 +56,6 @@ from tl_devicefix.types import Model
 MAX_KEPT_BYTES = 2**29
 """The most bytes of unpatched residual streams that a sweep keeps, besides the one in use."""
 
-_OF_TEXTS = ("padding_side", "prepend_bos")
-
 _Start = tuple[int, list[Hooks], int, BlockOutput | None]
 """The first run's number, the runs' hooks, the block where they start, and its input."""
 
@@ -147,8 +145,8 @@ def sweep(
         check_repeatable(arguments)
         if len(texts) == 1 and not isinstance(tokens, torch.Tensor):
             # A Bridge pads several texts, which gives one text that is repeated another mask.
-            given = {name: arguments[name] for name in _OF_TEXTS if name in arguments}
-            tokens = model.to_tokens(tokens, **given)
+            given = {"padding_side", "prepend_bos"} & arguments.keys()
+            tokens = model.to_tokens(tokens, **{name: arguments[name] for name in given})
     return _sweep(model, tokens, runs, batch_size, progress, arguments)
 
 
@@ -270,6 +268,8 @@ class _Variables:
 
     def add(self, number: int, hooks: Hooks) -> None:
         """Note the variables that the hooks of a run refer to, also by a function within them."""
+        if not self._names:
+            return
         functions: list[object] = [getattr(part, "func", part) for item in hooks for part in item]
         for function in functions:  # the list grows in the loop
             if not isinstance(function, types.FunctionType):
