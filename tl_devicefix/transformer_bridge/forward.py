@@ -41,7 +41,8 @@ def forward(
     """
     if "past_key_values" in kwargs and _takes_cache(self):
         kwargs["cache"] = kwargs.pop("past_key_values")
-    if kwargs.get("start_at_layer") is not None and not starts_at(class_of(self.blocks[0])):
+    first = getattr(self, "blocks", ())[:1] if kwargs.get("start_at_layer") is not None else ()
+    if not all(starts_at(class_of(block)) for block in first):
         warnings.warn(
             "TransformerLens ignores start_at_layer in this architecture: all blocks run, from the "
             "stream that you gave",
