@@ -116,8 +116,9 @@ def test_in_the_order_of_layers_each_block_is_run_once_for_all(model, tokens):
 
 
 @pytest.mark.parametrize("hooked", [None, 3])
-def test_unpatched_blocks_run_in_few_forwards(hooked, model, tokens):
-    """From the third layer on, a forward goes on further, but not past the first user's hook."""
+@pytest.mark.parametrize(("given", "n_unpatched"), [(list, 1), (iter, 3)])
+def test_unpatched_blocks_run_in_few_forwards(hooked, given, n_unpatched, model, tokens):
+    """One for a list; else one for layers 1, 2, and 4 (3: a user's hook is not passed)."""
     calls, own = [], type(model).forward
     if hooked is not None:
         model.add_perma_hook(
@@ -130,10 +131,38 @@ def test_unpatched_blocks_run_in_few_forwards(hooked, model, tokens):
         return own(self, *args, **kwargs)
 
     with mock.patch.object(type(model), "forward", forward):
-        list(tl_devicefix.sweep(model, tokens, runs))
-    # Of the runs; of the unpatched one to layers 1, 2 and 4, or 1, 2 and 3.
-    assert calls.count("forward") == len(runs) + 3
+        list(tl_devicefix.sweep(model, tokens, given(runs)))
+    assert calls.count("forward") == len(runs) + n_unpatched
     assert len(calls) - calls.count("forward") == (0 if hooked is None else len(runs))
+
+
+def test_a_list_is_checked_before_its_first_run(model, tokens):
+    runs = [at(1), [("blocks.1.hook_resid_prr", leave)]]
+    with pytest.raises(ValueError, match=r"hook_resid_prr.: take a name"):
+        next(tl_devicefix.sweep(model, tokens, runs))
+    assert len(next(tl_devicefix.sweep(model, tokens, iter(runs)))) == len(tokens)
+
+
+def test_a_bridge_lists_all_hook_points_once(model, tokens):
+    """TransformerLens does so twice in each run, which took half the time of a late run."""
+    if not hasattr(model, "original_model"):
+        pytest.skip("a HookedTransformer keeps its dict of hook points")
+    seen, listed, own = [], [], type(model).hook_dict.fget
+
+    def in_all(activation, hook):
+        seen.append((hook, hook is model.hook_dict[hook.name], activation))
+
+    names = ["blocks.3.hook_resid_pre", "blocks.3.attn.hook_z", "blocks.4.hook_in"]
+    names.append("ln_final.hook_normalized")
+    expected = looped(model, tokens, [[(name, in_all) for name in names]] * 3)
+    wanted = seen[:]
+    seen.clear()
+    hook_dict = property(lambda self: listed.append(self) or own(self))
+    with mock.patch.object(type(model), "hook_dict", hook_dict):
+        runs = [[(name, in_all) for name in names]] * 3
+        results = list(tl_devicefix.sweep(model, tokens, runs))
+    assert len(listed) == 1 + len(seen)  # a hook may ask for it
+    assert_same([results, seen], [expected, wanted])
 
 
 class Probe(nn.Module):

@@ -324,7 +324,7 @@ class HooksSnapshot:
     def __init__(self, points: Mapping[str, HookPoint]) -> None:
         self._of_points = [
             (name, point, list(point.fwd_hooks), list(point.bwd_hooks))
-            for name, point in points.items()
+            for point, name in {point: name for name, point in points.items()}.items()
         ]
         self._with_hooks = [row for row in self._of_points if row[2] or row[3]]
         self._n_hooked = n_hooked_outside_runs()

@@ -12,7 +12,8 @@ import itertools
 import math
 import types
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,9 +108,9 @@ def sweep(
         model: a HookedTransformer or a TransformerBridge.
         tokens: as its `run_with_hooks` takes them. Do not change them, or the model (weights,
             buffers, modules, settings, hooks), until the last run has ended.
-        runs: lists of (name, hook), read no further than needed. Hooks may read the model. Across
-            hosts, or with offloaded blocks on several devices, each run has its own thread, and
-            hooks may neither run nor hook the model.
+        runs: lists of (name, hook); an iterator is read no further than needed. Hooks may read the
+            model. Across hosts, or with offloaded blocks on several devices, each run has its own
+            thread, and hooks may neither run nor hook the model.
         batch_size: how many runs are one forward.
         progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
@@ -163,8 +164,14 @@ def _sweep(
         tokens = tokens.to(placement.home)  # once: the host waits for a copy from the CPU
     # A Bridge rebuilds this dict on each access.
     points: dict[str, HookPoint] = dict(model.hook_dict)
+    is_bridge = hasattr(model, "original_model")
     first_block = _FirstBlock(model, points, tokens, arguments)
-    streams = _ResidualStreams(model, tokens, arguments)
+    checked: Iterable[Hooks] = map(partial(_checked, points), itertools.count(), runs)
+    last = None
+    if isinstance(runs, (list, tuple)):
+        checked = list(checked)
+        last = max(map(first_block.of, checked), default=0)
+    streams = _ResidualStreams(model, tokens, arguments, last)
     skipping_by_model: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
 
     n_ahead = n_in_flight(model, None)
@@ -175,12 +182,14 @@ def _sweep(
 
     # The caller's thread iterates over this, so the unpatched blocks run there.
     def starts() -> Iterator[_Start]:
-        checked = _checked_runs(runs, points, progress)
+        total = len(runs) if isinstance(runs, Sized) else None
+        bar = hf_logging.tqdm(checked, desc="Sweep", total=total, disable=not progress)
+        remaining = iter(bar)
         variables = _Variables(runs, n_ahead if waits else 1)
         for number in itertools.count(0, batch_size):
             group: list[Hooks] = []
             variables.begin_group()
-            for run in itertools.islice(checked, batch_size):
+            for run in itertools.islice(remaining, batch_size):
                 variables.add(number + len(group), run)
                 group.append(run)
             variables.check()
@@ -199,7 +208,13 @@ def _sweep(
             with skipping_by_model[view].until(first, stream, n_runs):
                 if n_runs > 1:
                     return Batch(tokens, group, arguments).run(view)
-                return [view.run_with_hooks(tokens, fwd_hooks=list(group[0]), **arguments)]
+                run = view.run_with_hooks
+                names = [name for name, _ in group[0] if isinstance(name, str)]
+                if first and is_bridge and view is model and len(names) == len(group[0]):
+                    run = types.MethodType(
+                        type(view).run_with_hooks, _WithPoints(model, points, names)
+                    )
+                return [run(tokens, fwd_hooks=list(group[0]), **arguments)]
         except Exception as error:
             last = f" to {number + n_runs - 1}" if n_runs > 1 else ""
             note(error, f"this error is from run {number}{last} of the sweep")
@@ -223,29 +238,45 @@ def _sweep(
                 number += 1
 
 
-def _checked_runs(
-    runs: Iterable[Hooks], points: dict[str, HookPoint], progress: bool
-) -> Iterator[Hooks]:
-    """Yield the hooks of each run, checked: TransformerLens 3's Bridge ignores unknown names."""
-    for number, run in enumerate(hf_logging.tqdm(runs, desc="Sweep", disable=not progress)):
-        if isinstance(run, tuple) and len(run) == 2 and callable(run[1]):
+class _WithPoints:
+    """A Bridge for a `run_with_hooks` that finds only some of its hook points.
+
+    TransformerLens builds the dict of all hook points, and of their aliases, twice in each run. For
+    80 blocks, this takes half of a run that skips most of them. Hooks get the Bridge itself.
+    """
+
+    def __init__(self, bridge: Model, points: dict[str, HookPoint], names: list[str]) -> None:
+        canonical = [points[name].name or name for name in names]
+        used = {name: points[name] for name in (*names, *canonical) if name in points}
+        vars(self).update(hook_dict=used, _bridge=bridge)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._bridge, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._bridge, name, value)
+
+
+def _checked(points: Mapping[str, HookPoint], number: int, run: Hooks) -> Hooks:
+    """Return the hooks of a run, checked: TransformerLens 3's Bridge ignores unknown names."""
+    if isinstance(run, tuple) and len(run) == 2 and callable(run[1]):
+        raise ValueError(
+            f"run {number} is a tuple (name, function): put it into a list, "
+            "[[(name, function)], ...]"
+        )
+    hooks = list(run) if isinstance(run, Iterable) else [run]
+    for item in hooks:
+        if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
             raise ValueError(
-                f"run {number} is a tuple (name, function): put it into a list, "
-                "[[(name, function)], ...]"
+                f"run {number} must be a list of (name, function), but has {shown(item)} in "
+                f"{shown(run)}"
             )
-        hooks = list(run) if isinstance(run, Iterable) else [run]
-        for item in hooks:
-            if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
-                raise ValueError(
-                    f"run {number} must be a list of (name, function), but has {shown(item)} in "
-                    f"{shown(run)}"
-                )
-            if isinstance(item[0], str) and item[0] not in points:
-                raise ValueError(
-                    f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
-                    f"{which_hook_point(item[0], points)}"
-                )
-        yield hooks
+        if isinstance(item[0], str) and item[0] not in points:
+            raise ValueError(
+                f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
+                f"{which_hook_point(item[0], points)}"
+            )
+    return hooks
 
 
 class _Variables:
@@ -439,12 +470,21 @@ class _ResidualStreams:
     outputs take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third,
     and so on, besides the one in use. Then a run may recompute the blocks after the last kept one.
 
-    A forward costs more than its blocks. So if all outputs fit, each forward goes on for as many
-    further blocks as the layers that were asked for let expect.
+    A forward costs more than its blocks. So if all outputs fit, the first forward goes on to the
+    last layer that will be asked for. If that is unknown, each forward goes on for as many further
+    blocks as the layers that were asked for let expect.
+
+    Args:
+        model: the model.
+        tokens: the prompts.
+        arguments: of the forward.
+        last: the last layer that will be asked for; None if unknown.
     """
 
-    def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any]) -> None:
-        self._model, self._tokens = model, tokens
+    def __init__(
+        self, model: Model, tokens: Tokens, arguments: dict[str, Any], last: int | None
+    ) -> None:
+        self._model, self._tokens, self._last = model, tokens, last
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
         self._blocks = list(getattr(model, "blocks", ()))
         self._skipping = Skipping(self._blocks)
@@ -465,22 +505,24 @@ class _ResidualStreams:
             self._first, self._n_asked = self._first or layer, self._n_asked + 1
         if layer not in self._kept:
             stop = layer
-            if self._stride == 1 and self._n_asked > 2:
+            if self._last is not None:
+                stop = max(layer, self._last) if self._stride == 1 else layer
+            elif self._stride == 1 and self._n_asked > 2:
                 # 3 layers asked for: go on for one more step; 4: for two, ...
                 step = (layer - self._first) // (self._n_asked - 1)
                 stop = min(layer + step * (self._n_asked - 2), last)
-            self._go_on(max(filter(layer.__gt__, self._kept), default=0), stop)
+            self._go_on(max(filter(layer.__gt__, self._kept), default=0), layer, stop)
         if self._asked != layer and self._asked % self._stride:
             del self._kept[self._asked]
         self._asked = layer
         self._kept[layer] = self._at_block(self._kept[layer], layer)
         return self._kept[layer]
 
-    def _go_on(self, start: int, stop: int) -> None:
+    def _go_on(self, start: int, asked: int, stop: int) -> None:
         def keep(index: int, output: BlockOutput) -> None:
             layer, size = start + index + 1, tensor_bytes(stream_of(output))
             self._stride = max(1, math.ceil(len(self._blocks) * size / MAX_KEPT_BYTES))
-            if layer == stop or layer % self._stride == 0:
+            if layer == asked or layer % self._stride == 0:
                 self._kept[layer] = output
 
         with self._skipping.until(start, self._kept.get(start)):
