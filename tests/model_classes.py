@@ -18,9 +18,16 @@ CLASSES = [*([HOOKED] if has_hooked_transformer() else []), *([BRIDGE] if has_br
 fuses = pytest.mark.skipif(installed() < Version("3.8"), reason="fuse_blocks needs 3.8")
 
 if has_hooked_transformer():
-    from transformer_lens import HookedTransformer  # noqa: F401
+    from transformer_lens import HookedTransformer
 if has_bridge():
-    from transformer_lens.model_bridge import TransformerBridge  # noqa: F401
+    from transformer_lens.model_bridge import TransformerBridge
+
+
+def load_of(model_class: str = CLASSES[0]) -> Any:
+    """Return what loads a model of a class: by default a HookedTransformer's, if there are any."""
+    if model_class == HOOKED:
+        return HookedTransformer.from_pretrained
+    return TransformerBridge.boot_transformers
 
 
 def __getattr__(name: str) -> Any:

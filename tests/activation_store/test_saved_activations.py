@@ -220,6 +220,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
     ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
     ({"transform": lambda a: a.mean((0, 1))}, r"is \[16\], which has no row for each of 1 exam"),
+    ({"past_key_values": []}, "would grow from batch to batch|no argument .past_key_values."),
+    ({"transform": lambda a: a.zero_()}, f"transform changed {RESID} in place"),
     ({"transform": lambda a: None}, f"transform must return a tensor, but returned None: {RESID}"),
     ({"transform": lambda a: a + 0j}, f"{RESID} is complex64: give one of the dtypes float64"),
     ({"dtype": "bfloat17"}, "dtype must be a floating-point torch.dtype or its name, .*'bfloat17'"),

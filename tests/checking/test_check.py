@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from architectures import NO_PROCESSING, attention_only_config, build_toy
+from architectures import attention_only_config, build_toy
 from comparison import assert_agrees
 from devices import device
 from hf_models import D_MODEL
@@ -32,16 +32,10 @@ WHERE = [
 @pytest.mark.parametrize(
     ("name", "options"), in_turn(["gemma-2", "mixtral", "bloom", "gpt2"], WHERE)
 )
-def test_check_finds_no_fault_in_a_loaded_model(name, options, load, tokens):
+def test_check_finds_no_fault_after_loading_copying_or_moving(name, options, load, tokens):
     model = load(name, **options)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     model(tokens.to(model.cfg.device))  # leaves ALiBi biases
-    assert check(model), check(model)
-
-
-@pytest.mark.parametrize(("name", "n", "options"), [("gpt2", 3, {}), ("llama", 1, NO_PROCESSING)])
-def test_check_finds_no_fault_after_loading_copying_or_moving(name, n, options, load):
-    model = load(name, n_devices=n, **options)
     assert check(model), check(model)
     assert check(copy.deepcopy(model))
     assert check(model.to(torch.bfloat16))

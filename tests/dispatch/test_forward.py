@@ -104,14 +104,3 @@ def test_keys_and_values_are_kept_where_their_block_is(model, tokens):
         assert [entry.past_keys.device for entry in kv_cache.entries] == planned
         assert [entry.past_values.device for entry in kv_cache.entries] == planned
         model(tokens, past_kv_cache=kv_cache)
-
-
-@pytest.mark.parametrize(("kind", "spread"), FAILS)
-def test_every_gradient_equals_one_devices(model, reference, tokens):
-    for owner in (model, reference):
-        owner(tokens, return_type="loss").backward()
-    for name, parameter in model.named_parameters():
-        expected = reference.get_parameter(name).grad
-        assert (parameter.grad is None) == (expected is None), name
-        if expected is not None:
-            assert_agrees(parameter.grad, expected, parameter.device)

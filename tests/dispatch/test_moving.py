@@ -66,7 +66,6 @@ def test_moving_to_one_device_gathers_a_spread_model(move, kind, spread, load, r
     assert_runs(model, reference, tokens)
 
 
-@pytest.mark.hooked
 def test_a_split_model_moves_to_its_configs_device(load, machine, reference, tokens):
     model = load("llama", 2)
     model.cfg.device = "sim:2"

@@ -75,17 +75,6 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, mo
 
 RESIDUALS = [f"blocks.{i}.hook_resid_post" for i in range(N_LAYERS)]
 LAST = RESIDUALS[-1]
-FAILS = pytest.param("attention-only", 4, marks=pytest.mark.fails_unpatched)
-
-
-@pytest.mark.parametrize(("kind", "spread"), [FAILS, ("unfolded pythia", "scattered")])
-def test_cache_equals_one_devices_and_is_stored_where_computed(model, reference, tokens):
-    expected = reference.run_with_cache(tokens)
-    logits, cache = model.run_with_cache(tokens)
-    assert_agrees((logits, cache), expected, home_of(model))
-    for name, kept in getattr(cache.cache_dict, "stored", dict)().items():
-        if name.startswith("blocks."):
-            assert kept.device == model.placement.device_of(name), name
 
 
 def test_cache_sliced_within_gather_on_is_read_at_home_after(model, reference, tokens):

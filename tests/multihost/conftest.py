@@ -4,8 +4,7 @@ from functools import cache
 
 import pytest
 from local_hosts import hosts
-
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from model_classes import load_of
 
 
 @pytest.fixture(scope="module")
@@ -18,15 +17,7 @@ def host():
 @pytest.fixture(scope="module")
 def load(checkpoints):
     """`load("llama", n_devices=2)`, from a checkpoint: a HookedTransformer if there are any."""
-    if has_hooked_transformer():
-        from transformer_lens import HookedTransformer
-
-        method = HookedTransformer.from_pretrained
-    else:
-        from transformer_lens.model_bridge import TransformerBridge
-
-        method = TransformerBridge.boot_transformers
-    return lambda name, **where: method(str(checkpoints(name)), **where)
+    return lambda name, **where: load_of()(str(checkpoints(name)), **where)
 
 
 @pytest.fixture(scope="module")

@@ -95,11 +95,3 @@ def test_moving_to_one_device_ends_offloading(device, offloaded, reference, toke
     assert not is_aligned(model)
     assert all("forward" not in vars(module) for module in model.modules())
     assert_agrees(model(tokens.to(target)), reference(tokens), target)
-
-
-@pytest.mark.bridge
-@pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
-@pytest.mark.parametrize(("kind", "spread"), [("llama", "some of one device")])
-def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):
-    with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):
-        offloaded.enable_compatibility_mode()

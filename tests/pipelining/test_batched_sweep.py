@@ -337,16 +337,6 @@ def test_a_sweep_backwards_computes_few_blocks_again(fitting, blocks, on_one, to
     assert len(counted) - of_runs == blocks
 
 
-@pytest.mark.parametrize("where", [{"n_devices": 4}, {"device_map": {"": 0, "blocks": "cpu"}}])
-def test_batches_across_devices_give_the_loops_results(where, machine, load, tokens):
-    model = load("gpt2", **where)
-    at_home = tokens.to(model.cfg.device)
-    runs = [on_stream(layer, edit) for layer in (3, 1, 4) for edit in EDITS]
-    expected = looped(model, at_home, runs, return_type="both")
-    actual = batched(model, at_home, runs, 5, return_type="both")
-    assert_agrees(actual, expected, machine.devices[0], tolerance=2e-5)
-
-
 def test_an_offloaded_block_is_copied_once_for_a_batch(machine, load, tokens):
     model = load("llama", device_map={"": 0, "blocks": "cpu"})
     at_home = tokens.to(model.cfg.device)

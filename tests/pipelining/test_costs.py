@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import HF_CONFIGS, make_hf_model, save_checkpoint
-from model_classes import HOOKED
+from model_classes import load_of
 
 import tl_devicefix
 from tl_devicefix.dispatch.scheduler import DeviceQueue
@@ -68,18 +68,8 @@ def deep(model_class, tokenizer, tmp_path):
     def load(n_layers, **options):
         config = HF_CONFIGS["llama"]()
         config.num_hidden_layers = n_layers
-        hf_model = make_hf_model(config)
-        if model_class == HOOKED:
-            from transformer_lens import HookedTransformer
-
-            name = "01-ai/Yi-6B"
-            return HookedTransformer.from_pretrained(
-                name, hf_model=hf_model, tokenizer=tokenizer, **options
-            )
-        from transformer_lens.model_bridge import TransformerBridge
-
-        directory = save_checkpoint(hf_model, tokenizer, tmp_path / str(n_layers))
-        return TransformerBridge.boot_transformers(str(directory), **options)
+        directory = save_checkpoint(make_hf_model(config), tokenizer, tmp_path / str(n_layers))
+        return load_of(model_class)(str(directory), **options)
 
     return load
 

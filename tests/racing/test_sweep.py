@@ -45,7 +45,7 @@ def test_a_sweep_on_async_devices_equals_a_loop(where, arguments, machine, load,
     model, home = load("llama", **where), machine.devices[0]
     given, arguments = ARGUMENTS[arguments](tokens.to(home))
     expected = looped(model, given, one_patch_each(home), **arguments)
-    for size in (1, 3) if "n_devices" in where else (1,):
+    for size in (1, 3):
         runs = one_patch_each(home)
         actual = tl_devicefix.sweep(model, given, runs, batch_size=size, **arguments)
         assert_agrees(list(actual), expected, home, tolerance=0 if size == 1 else 1e-5)

@@ -156,6 +156,10 @@ def test_scaled_rotary_frequencies_are_transformers(
         warnings.simplefilter("error", UserWarning)
         model = load(path, n_devices=n_devices)
     assert difference(model, hf_model) < ROUNDING
+    if n_devices == 1:
+        rebuilt = HookedTransformer(model.cfg)
+        rebuilt.load_and_process_state_dict(model.state_dict())
+        assert difference(rebuilt, hf_model) < ROUNDING
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("longrope", 16), ("dynamic", 32)])
@@ -190,6 +194,12 @@ def test_class_derived_from_transformers_loads(checkpoints, difference):
     hf_model = make_hf_model(HF_CONFIGS["llama"]())
     hf_model.__class__ = MyLlamaForCausalLM
     assert difference(load(str(checkpoints("llama")), hf_model=hf_model), hf_model) < ROUNDING
+
+
+def test_compiled_hf_model_loads(checkpoints, difference):
+    hf_model = make_hf_model(HF_CONFIGS["llama"]())
+    model = load(str(checkpoints("llama")), hf_model=torch.compile(hf_model))
+    assert difference(model, hf_model) < ROUNDING
 
 
 def replace_norm(hf_model):

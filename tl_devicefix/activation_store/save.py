@@ -119,6 +119,11 @@ def save_activations(
     for name in _INSTEAD.keys() & arguments.keys():
         raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
     refuse_arguments(save_activations, model.run_with_cache, model, arguments)
+    for name in {"past_kv_cache", "past_key_values"} & arguments.keys():
+        if arguments[name] is not None and not getattr(arguments[name], "frozen", False):
+            raise ValueError(
+                f"{name} would grow from batch to batch: put its tokens before those of each batch"
+            )
     directory = path_of(directory)
     check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)

@@ -22,6 +22,7 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.gathering.caches import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean, shown, which_hook_point
+from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model
 
 if TYPE_CHECKING:
@@ -96,10 +97,18 @@ class Selection:
             if activation.shape[:1] == (1,):
                 activation = activation.expand(n_examples, *activation.shape[1:])
             if (transform := by_name.get(name)) is not None:
-                activation = transform(activation)
+                given, version = activation, version_of(activation)
+                activation = transform(given)
+                if version_of(given) != version:
+                    raise ValueError(
+                        f"transform changed {name} in place, which other names may share: return a "
+                        "new tensor"
+                    )
                 if not isinstance(activation, torch.Tensor):
-                    given = shown(activation)
-                    raise TypeError(f"transform must return a tensor, but returned {given}: {name}")
+                    returned = shown(activation)
+                    raise TypeError(
+                        f"transform must return a tensor, but returned {returned}: {name}"
+                    )
             elif saved is not None and name.endswith(NOT_BY_TOKEN):
                 raise _not_by_token(name, activation)
             activations[name] = self._selected(name, activation, saved)

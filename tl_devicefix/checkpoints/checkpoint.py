@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
-import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
@@ -49,7 +47,7 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
         with _dtypes_as_stored():
             model, report = auto.from_pretrained(
                 model_name,
-                **{_DTYPE_ARGUMENT: "auto"},
+                dtype="auto",
                 output_loading_info=True,
                 # Wrong shapes are reported, and refused below with the rest.
                 ignore_mismatched_sizes=True,
@@ -64,10 +62,6 @@ def load_hf_model(model_name: str, cfg: Config, **kwargs: Any) -> torch.nn.Modul
         ) from error
     check_report(report, model_name, kwargs, model, refuse_unexpected=True)
     return model.requires_grad_(False)
-
-
-# transformers 4.56 renamed torch_dtype.
-_DTYPE_ARGUMENT = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
 @contextlib.contextmanager

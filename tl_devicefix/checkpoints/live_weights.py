@@ -31,9 +31,9 @@ def is_from(package: str, thing: object) -> bool:
     return any(package_of(kind) == package for kind in type(thing).__mro__)
 
 
-def unwrap_peft(hf_model: nn.Module) -> nn.Module:
-    """Return the model within a PeftModel and its tuner; any other model unchanged."""
-    model: Any = hf_model  # with peft's attributes
+def unwrap(hf_model: nn.Module) -> nn.Module:
+    """Return the model within `torch.compile`'s wrapper, a PeftModel and its tuner."""
+    model: Any = getattr(hf_model, "_orig_mod", hf_model)  # with peft's attributes
     while is_from("peft", model):
         for name in getattr(model, "active_adapters", ()):
             config = model.peft_config[name]
@@ -163,7 +163,7 @@ class LiveWeights:
     """
 
     def __init__(self, hf_model: nn.Module) -> None:
-        self.model = unwrap_peft(hf_model)
+        self.model = unwrap(hf_model)
         refuse_unmergeable(self.model)
         _refuse_packed(self.model)
         self._stored = _offloaded_tensors(hf_model)

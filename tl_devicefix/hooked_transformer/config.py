@@ -33,7 +33,7 @@ from tl_devicefix.checkpoints.hub import (
     refuse_directory,
     snapshot,
 )
-from tl_devicefix.checkpoints.live_weights import class_in_transformers, unwrap_peft
+from tl_devicefix.checkpoints.live_weights import class_in_transformers, unwrap
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
@@ -94,7 +94,7 @@ def model_config(
 
 def _config_of_live(hf_model: nn.Module) -> PretrainedConfig:
     """Return a live model's config with its architecture filled in, without quantisation."""
-    model = unwrap_peft(hf_model)
+    model = unwrap(hf_model)
     config: Any = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights arrive dequantised

@@ -28,7 +28,7 @@ from tl_devicefix.checkpoints.hub import (
     tokenizers_fetched_with,
     torch_dtype,
 )
-from tl_devicefix.checkpoints.live_weights import class_in_transformers, unwrap_peft
+from tl_devicefix.checkpoints.live_weights import class_in_transformers, unwrap
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
 from tl_devicefix.fusing import fused
 from tl_devicefix.hooked_transformer.components import POST_NORM, component_sizes
@@ -255,7 +255,7 @@ def _check_numbers(
         trusted = {"trust_remote_code": cfg.trust_remote_code}
         hf_config = read_config(model_name, **trusted, **hub_arguments(hf_kwargs))
         return check_hooked_numbers(hf_config, cfg, steps, on_mismatch)
-    model: Any = unwrap_peft(arguments["hf_model"])
+    model: Any = unwrap(arguments["hf_model"])
     n_layers = getattr(model.config, "text_config", model.config).num_hidden_layers
     if n_layers > cfg.n_layers and arguments.get("first_n_layers") is None:
         raise ValueError(

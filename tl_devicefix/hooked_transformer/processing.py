@@ -58,12 +58,13 @@ def _fold_norms(
     center_weights: bool = True,
 ) -> None:
     keep = installed_conventions().keeps_folded_norms
-    options = {"center_weights": center_weights, "keep_norms": keep}
+    if unit == "unembed" and cfg.final_rms:  # it has no bias, and subtracts no mean
+        fold_biases = center_weights = False
+    options = {"fold_biases": fold_biases, "center_weights": center_weights, "keep_norms": keep}
     if names_block(unit):
-        fold_layer_norm_into_block(weights, fold_biases=fold_biases, **options)
+        fold_layer_norm_into_block(weights, **options)
     elif unit == "unembed":
-        fold_biases = fold_biases and not cfg.final_rms  # an RMS norm has no bias
-        fold_layer_norm_into_unembed(weights, fold_biases=fold_biases, **options)
+        fold_layer_norm_into_unembed(weights, **options)
 
 
 @patches(
@@ -158,6 +159,9 @@ def load_and_process_state_dict(
     for name in beside:
         _check_shape(name, state_dict[name], own[name])
         _check_values(name, state_dict[name])
+    for name in filter(_is_own_buffer, state_dict.keys() & own.keys()):
+        if state_dict[name].shape == own[name].shape:  # not of a table that has grown with a text
+            beside.append(name)
     for unit in units:
         complete_unit(self, unit, source.read(unit, torch.device("cpu")))
     steps = Steps(

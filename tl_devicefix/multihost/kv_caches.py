@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 _Layer: TypeAlias = "CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer"
 CacheEntry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
 
-_GROWING_NAMES = "DynamicLayer", "DynamicSlidingWindowLayer"
-# Look them up by name: older versions of transformers lack them.
-_GROWING = tuple(
-    getattr(cache_utils, name) for name in _GROWING_NAMES if hasattr(cache_utils, name)
-)
+_GROWING = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer
 _SENT_TYPES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 

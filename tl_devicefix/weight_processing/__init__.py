@@ -58,14 +58,9 @@ class Steps:
 
         Call it once, on the steps as requested: `recenter_b_O` depends on them.
         """
-        recenters = conventions.recenters_b_O and uses_layer_norm(cfg)
         steps = self
         if steps.fold_value_biases and has_sinks(cfg):
             steps = steps.without_value_biases("sinks")
-        steps = replace(
-            steps,
-            recenter_b_O=recenters and steps.fold_value_biases and steps.center_writing_weights,
-        )
         if steps.fold_ln and cfg.normalization_type is None:
             _log.warning("fold_ln=True, but the model has no norms to fold: skipped")
             steps = replace(steps, fold_ln=False)
@@ -77,6 +72,8 @@ class Steps:
         if steps.center_writing_weights and (not uses_layer_norm(cfg) or cfg.final_rms):
             _log.info("center_writing_weights=True, but not all norms are LayerNorm: skipped")
             steps = replace(steps, center_writing_weights=False)
+        elif steps.center_writing_weights and steps.fold_value_biases:
+            steps = replace(steps, recenter_b_O=conventions.recenters_b_O)
         if steps.refactor_factored_attn_matrices:
             is_grouped = cfg.n_key_value_heads is not None
             check_refactorable(cfg, is_grouped, "sinks" if has_sinks(cfg) else None)
@@ -150,8 +147,7 @@ def process_component(
         conventions: those of the installed TransformerLens.
         vocabulary_means: means over the whole vocabulary, if `weights` has only a part of it.
     """
-    layer_norm = uses_layer_norm(cfg)
-    fold = {"center_weights": layer_norm, "keep_norms": conventions.keeps_folded_norms}
+    layer_norm, keep = uses_layer_norm(cfg), conventions.keeps_folded_norms
     if name in ("embed", "pos_embed"):
         # An ALiBi model has a W_pos that is never read.
         unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
@@ -163,11 +159,15 @@ def process_component(
         if steps.center_unembed:
             center_unembed_weights(weights, vocabulary_means)
         if steps.fold_ln:
-            folds_bias = layer_norm and not cfg.final_rms
-            fold_layer_norm_into_unembed(weights, fold_biases=folds_bias, **fold)
+            subtracts = layer_norm and not cfg.final_rms
+            fold_layer_norm_into_unembed(
+                weights, fold_biases=subtracts, center_weights=subtracts, keep_norms=keep
+            )
     else:
         if steps.fold_ln:
-            fold_layer_norm_into_block(weights, fold_biases=layer_norm, **fold)
+            fold_layer_norm_into_block(
+                weights, fold_biases=layer_norm, center_weights=layer_norm, keep_norms=keep
+            )
         if steps.center_writing_weights:
             center_writing_weights_of_block(weights)
         if "attn.W_Q" not in weights:
