@@ -119,7 +119,7 @@ class Listeners:
         self._ids = frozenset(map(id, self._attributes))
         self._are_harmless = are_harmless
         # The next hook's number when we looked last, the names of the modules that had hooks, and
-        # their attributes. One tuple, as several threads may run a model.
+        # for each name a module's attributes. One tuple, as several threads may run a model.
         self._seen: tuple[int, frozenset[str], list[dict[str, Any]]] = -1, frozenset(), []
 
     def for_view(self, counterpart_of: Callable[[Any], Any]) -> Listeners:
@@ -177,6 +177,8 @@ class Listeners:
             return as_of, frozenset(), []
         hooked, listened = set(), []
         for name, attributes in self._named:
+            if name in hooked:  # the first one stands for all
+                continue
             if any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes)):
                 listened.append(attributes)
                 hooked.add(name)
