@@ -70,7 +70,8 @@ CASES: list[tuple[str, int, Job]] = [
 if has_hooked_transformer():
     CASES += [("llama", 3, analyse), ("gpt2", 1, keep_all), ("gemma-2", 3, keep_all)]
 else:
-    CASES += [("llama", 3, fold), ("gpt2", 3, keep_all), ("gemma-2", 3, fold), ("pythia", 3, fold)]
+    CASES += [(name, 3, fold) for name in ("llama", "gemma-2", "pythia")]
+    CASES += [("gpt2", 3, keep_all), ("mixtral", 2, keep_all)]
 
 
 def n_transfers(transfers: Iterable[Any]) -> int:

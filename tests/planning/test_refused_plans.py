@@ -33,6 +33,8 @@ REFUSED: Rows = [
     ),
     (lambda: dry(cls=dict), "cls must be .*, but is"),
     (lambda: estimated(cache="resid_pots"), "'resid_pots', but .* no such hook.* 'resid_post'"),
+    (lambda: dry(CONFIG, device_map="cpu"), "^embed, .* would run on the CPU, whose memory"),
+    (lambda: estimated(CONFIG, device_map={"": "cpu", "blocks.1": 0}), r"blocks.0, 2-\d, .* CPU"),
     (lambda: estimate("gpt2", seq_len=1000, max_new_tokens=100), "are 1100 tokens .* of 1024"),
     (
         lambda: estimated(CONFIG, n_device=4),

@@ -26,9 +26,9 @@ from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
-from tl_devicefix.placement.devices import DEVICE_TYPE
+from tl_devicefix.placement.devices import CPU, DEVICE_TYPE
 from tl_devicefix.placement.memory import MaxMemory, format_table, gib
-from tl_devicefix.placement.placement import Placement
+from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.planning.plan import ConfigOrName, blueprint, check_options, device_request
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
 from tl_devicefix.tracebacks import note
@@ -50,7 +50,8 @@ class OnDevice:
     """The most bytes that are allocated there at once, weights included."""
     module: str
     """The component that runs at the peak; "the weights" if nothing takes more, "outside the model"
-    if none runs, as in a backward; in an estimate also "loading, at most"."""
+    if none runs, as in a backward; in an estimate also "loading, at most", and for the CPU
+    "the weights, pinned"."""
     capacity: int | None
     """The memory of the device; None if it is not known."""
 
@@ -180,6 +181,7 @@ def dry_run(
     with enabled(), simulate_apart(request.n_devices, memory) as machine, grad_mode:
         devices = request.spread, None, request.device_map, request.max_memory
         placement = decide_fitting(planned.sizes(), *devices)
+        refuse_cpu(placement)
         model = planned.make(placement, tokenizer)
         if fuse_blocks:
             fused.fuse_blocks(model)
@@ -187,6 +189,16 @@ def dry_run(
     if tokenizer is None and outcome.error is not None and "tokenizer" in str(outcome.error):
         note(outcome.error, "pass tokenizer= to dry_run, or tokens instead of text")
     return outcome
+
+
+def refuse_cpu(placement: Placement) -> None:
+    """Refuse components that run on the CPU: its memory is not measured."""
+    names = [component.name for component in placement.components if component.device == CPU]
+    if names:
+        raise ValueError(
+            f"{in_short(names)} would run on the CPU, whose memory is not counted: leave "
+            "device_map out, and take the peak of one device for the CPU's"
+        )
 
 
 def record_run(

@@ -21,7 +21,7 @@ from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
 from tl_devicefix.placement.devices import CPU, DeviceLike
 from tl_devicefix.placement.memory import MaxMemory, by_device, gib, parse_bytes
 from tl_devicefix.placement.placement import Placement, in_short, shared_buffer_bytes
-from tl_devicefix.planning.dry_run import OnDevice, memory_table, record_run
+from tl_devicefix.planning.dry_run import OnDevice, memory_table, record_run, refuse_cpu
 from tl_devicefix.planning.plan import (
     UNLIMITED,
     Blueprint,
@@ -228,6 +228,7 @@ def _estimate(
     # The simulated devices have no limit, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
+        refuse_cpu(placement)
         capacities = by_device(size_by_device, placement.home) or {}
         live = model.make(placement)
         _check_cache(job, live)
@@ -254,11 +255,18 @@ def _estimate(
             devices.append(
                 replace(row, weights=weights, peak=peak, module=module, capacity=capacity)
             )
-        on_host = [component for component in placement.components if component.stored_on == CPU]
+        on_host = [component for component in placement.components if component.offloaded]
         if on_host:
             names, weights = in_short([c.name for c in on_host]), sum(c.weights for c in on_host)
-            peak = weights * (1 + job.gradients)  # a gradient is as large as its parameter
-            module = "outside the model" if job.gradients else "the weights"
+            blocks = [module for one, module in placement.modules_of(live) if one.offloaded]
+            sizes = [weight.nbytes for block in blocks for weight in block.parameters()]
+            # torch rounds each pinned tensor up to a power of two.
+            pinned = sum(1 << (size - 1).bit_length() for size in sizes)
+            peak = pinned + weights * job.gradients  # a gradient is as large as its parameter
+            module = "outside the model" if job.gradients else "the weights, pinned"
+            loading = getattr(model, "cpu_to_load", lambda _: 0)(placement)  # only a Bridge has it
+            if peak < loading:
+                peak, module = loading, "loading, at most"
             devices.append(OnDevice("cpu", names, weights, peak, module, capacities.get(CPU)))
     dtype = str(model.dtype).removeprefix("torch.")
     return Estimate(model.name, dtype, job, tuple(devices), placement)

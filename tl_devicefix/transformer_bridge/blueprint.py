@@ -138,11 +138,14 @@ class BridgeBlueprint:
             "attn_implementation": implementation,
         }
         adapter.prepare_loading(self.name, arguments)
+        # Without values, torch's grouped_mm takes bfloat16 only.
+        experts = {} if self.dtype == torch.bfloat16 else {"experts_implementation": "eager"}
         hf_model: Any = empty_hf_model(
             hf_model_class(adapter),
             arguments["config"],
             self.dtype,
             attn_implementation=arguments["attn_implementation"],
+            **experts,
         )
         hf_model.config.output_attentions = True  # as in `boot_transformers`
         return hf_model, layout_of(hf_model, adapter)
@@ -169,8 +172,21 @@ class BridgeBlueprint:
         check_bridge_numbers(self._config, self.name, on_mismatch)
 
     def room_to_load(self, placement: Placement) -> int:
-        """Return 0: transformers reads each weight straight onto its device."""
-        return 0
+        """Return the most bytes that a load needs on a device beyond the weights.
+
+        transformers reads each weight straight onto its device, but merges a layer's experts there.
+        """
+        weights = self._empty()[0].named_parameters()
+        # Merged experts are [expert, d_out, d_in].
+        merged = (w.nbytes for name, w in weights if "expert" in name and w.dim() == 3)
+        return max(merged, default=0)
+
+    def cpu_to_load(self, placement: Placement) -> int:
+        """Return the most bytes of CPU memory that a load with offloaded blocks needs."""
+        merged = self.room_to_load(placement)
+        if self._config.dtype == self.dtype and not merged:
+            return 0  # the weights are memory-mapped from the checkpoint
+        return sum(c.weights + c.buffers for c in placement.components) + merged
 
     generation = BridgeGeneration
 
