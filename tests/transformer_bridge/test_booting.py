@@ -107,6 +107,14 @@ def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(machine, tmp_path, m
                 TransformerBridge.boot_transformers(name, **options)
 
 
+def test_a_name_that_cannot_be_fetched_is_tried_once(machine, monkeypatch):
+    """Without a connection, a try takes 20 s."""
+    for again in ("_boot", "snapshot"):
+        monkeypatch.setattr(f"tl_devicefix.transformer_bridge.loading.{again}", pytest.fail)
+    with pytest.raises(ValueError, match="'gpt2' cannot be fetched: check the connection"):
+        TransformerBridge.boot_transformers("gpt2", on_mismatch="warn")
+
+
 @pytest.fixture
 def boot_changed(checkpoints, tmp_path):
     """`boot_changed(change, n_devices=2)`: from a Llama's files, after `change(tensors)`."""

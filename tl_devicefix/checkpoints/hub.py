@@ -91,17 +91,22 @@ def snapshot(name: str, listed: Collection[str] = (), **kwargs: object) -> Path:
         config: Any = cached_file(name, "config.json", **hub_arguments(kwargs))
         return Path(config).parent
     except (OSError, ValueError) as error:
-        if name in listed:
-            why = f"the config of {name!r} cannot be fetched: check the connection, or give a local"
-            raise ValueError(
-                f"{why} directory with its config.json: {in_one_line(error)}"
-            ) from error
-        meant = did_you_mean(name, listed, 0.85 if "/" in name else 0.6)
-        raise ValueError(
-            f"{name!r} is neither a model that TransformerLens lists nor a local directory"
-            f"{meant + ' It' if meant else ', and it'} cannot be fetched from the hub: "
-            f"{in_one_line(error)}"
-        ) from error
+        raise not_fetched(name, listed, error) from error
+
+
+def not_fetched(name: str, listed: Collection[str], error: Exception) -> ValueError:
+    """Return the error for a config.json that cannot be fetched; it suggests a name in `listed`."""
+    if name in listed:
+        return ValueError(
+            f"the config of {name!r} cannot be fetched: check the connection, or give a local "
+            f"directory with its config.json: {in_one_line(error)}"
+        )
+    meant = did_you_mean(name, listed, 0.85 if "/" in name else 0.6)
+    return ValueError(
+        f"{name!r} is neither a model that TransformerLens lists nor a local directory"
+        f"{meant + ' It' if meant else ', and it'} cannot be fetched from the hub: "
+        f"{in_one_line(error)}"
+    )
 
 
 def has_tokenizer(name: str, **kwargs: object) -> bool:

@@ -24,6 +24,7 @@ from tl_devicefix.checkpoints.files import UNREADABLE, check_report, stored_tens
 from tl_devicefix.checkpoints.hub import (
     check_model,
     is_checkpoint_directory,
+    not_fetched,
     read_config,
     refuse_directory,
     snapshot,
@@ -166,8 +167,11 @@ def _check_numbers(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -
         read_by.setdefault("trust_remote_code", False)  # or transformers asks at the terminal
         try:
             hf_config = read_config(name, **read_by)
-        except ValueError:  # `_boot` raises it again
-            return None
+        except ValueError as error:
+            reason = error.__cause__
+            if isinstance(reason, OSError) and not is_checkpoint_directory(name):
+                raise not_fetched(name, _LISTED, reason) from error  # without another try
+            return None  # `_boot` raises it again
     if hf_config is None:  # a module of another library
         return None
     vars(hf_config).update(options.get("hf_config_overrides") or {})
