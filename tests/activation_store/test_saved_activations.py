@@ -209,6 +209,12 @@ def test_a_transform_may_give_an_activation_its_tokens(on_one, batches, run):
     assert len(result[PATTERN][0]) == (batches[0][0] % 3 != 0).sum()
 
 
+@pytest.mark.once
+def test_a_transform_in_place_is_seen_in_inference_mode(on_one, batches, run):
+    with torch.inference_mode(), pytest.raises(ValueError, match="in place, which other names"):
+        run(on_one("llama"), batches[:1], RESID, transform=lambda a: a.mul_(2))
+
+
 IDS = torch.arange(3, 12)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook"),

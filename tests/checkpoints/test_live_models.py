@@ -451,6 +451,13 @@ REFUSED: dict[str, tuple[str, Make, tuple[str, ...]]] = {
         ),
         ("PROMPT_TUNING", "cannot be merged", "pass the base model"),
     ),
+    "prompt tuning of a compiled model": (
+        "llama",
+        lambda parts: peft.get_peft_model(
+            torch.compile(parts.model), peft.PromptTuningConfig(num_virtual_tokens=2, **CAUSAL)
+        ),
+        ("PROMPT_TUNING", "cannot be merged"),
+    ),
     "LoRA that starts at certain tokens": (
         "llama",
         lambda parts: lora(*IN_LLAMA, alora_invocation_tokens=[3])(parts.model),

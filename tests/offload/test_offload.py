@@ -95,3 +95,11 @@ def test_moving_to_one_device_ends_offloading(device, offloaded, reference, toke
     assert not is_aligned(model)
     assert all("forward" not in vars(module) for module in model.modules())
     assert_agrees(model(tokens.to(target)), reference(tokens), target)
+
+
+@pytest.mark.bridge(in_3=True)
+@pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
+@pytest.mark.parametrize(("kind", "spread", "folded"), [("llama", "some of one device", False)])
+def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):
+    with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):
+        offloaded.enable_compatibility_mode()

@@ -162,6 +162,18 @@ def test_scaled_rotary_frequencies_are_transformers(
         assert difference(rebuilt, hf_model) < ROUNDING
 
 
+def test_a_state_dict_gives_each_block_its_own_table(checkpoints):
+    model = load(str(checkpoints("llama")))
+    tables = [block.attn.rotary_sin for block in model.blocks]
+    weights = model.state_dict()
+    weights["blocks.1.attn.rotary_sin"] = torch.ones(7, tables[1].shape[1])  # of another length
+    model.load_and_process_state_dict(weights)
+    assert model.blocks[1].attn.rotary_sin.shape[0] == 7
+    others = [block.attn.rotary_sin for block in model.blocks if block is not model.blocks[1]]
+    assert all(torch.equal(table, tables[0]) for table in others)
+    assert len(set(map(id, others))) == 1  # still shared
+
+
 @pytest.mark.parametrize(("kind", "longest"), [("longrope", 16), ("dynamic", 32)])
 def test_text_beyond_the_table_is_refused(save, kind, longest):
     scaling = {"rope_type": kind, "rope_theta": 10000.0, **SCALINGS[kind]}

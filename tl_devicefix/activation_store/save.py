@@ -122,13 +122,15 @@ def save_activations(
     for name in {"past_kv_cache", "past_key_values"} & arguments.keys():
         if arguments[name] is not None and not getattr(arguments[name], "frozen", False):
             raise ValueError(
-                f"{name} would grow from batch to batch: put its tokens before those of each batch"
+                f"{name} would grow from batch to batch: freeze it, or prepend its tokens to each "
+                "batch"
             )
     directory = path_of(directory)
     check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
-    with torch.no_grad(), on_disk.locked(directory):
+    # Inference tensors do not say if a transform changes them.
+    with torch.inference_mode(False), torch.no_grad(), on_disk.locked(directory):
         saving = _Save(model, batches, selection, arguments, directory)
         saving.begin(on_disk.saved_index(directory, resume), parse_bytes(shard_size, "shard_size"))
         try:

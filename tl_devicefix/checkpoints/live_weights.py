@@ -32,9 +32,12 @@ def is_from(package: str, thing: object) -> bool:
 
 
 def unwrap(hf_model: nn.Module) -> nn.Module:
-    """Return the model within `torch.compile`'s wrapper, a PeftModel and its tuner."""
-    model: Any = getattr(hf_model, "_orig_mod", hf_model)  # with peft's attributes
-    while is_from("peft", model):
+    """Return the model within `torch.compile`'s wrappers, a PeftModel and its tuner."""
+    model: Any = hf_model  # with peft's attributes
+    while is_from("peft", model) or "_orig_mod" in model._modules:
+        if "_orig_mod" in model._modules:
+            model = model._modules["_orig_mod"]
+            continue
         for name in getattr(model, "active_adapters", ()):
             config = model.peft_config[name]
             if config.is_prompt_learning or config.is_adaption_prompt:

@@ -28,7 +28,7 @@ from tl_devicefix.checkpoints.sources import (
 )
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import IS_2, component_names, final_norm_class
-from tl_devicefix.hooked_transformer.moving import settle
+from tl_devicefix.hooked_transformer.moving import settle, share_buffers
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_tensor import refuse_weights
@@ -58,13 +58,12 @@ def _fold_norms(
     center_weights: bool = True,
 ) -> None:
     keep = installed_conventions().keeps_folded_norms
-    if unit == "unembed" and cfg.final_rms:  # it has no bias, and subtracts no mean
-        fold_biases = center_weights = False
-    options = {"fold_biases": fold_biases, "center_weights": center_weights, "keep_norms": keep}
+    options = {"center_weights": center_weights, "keep_norms": keep}
     if names_block(unit):
-        fold_layer_norm_into_block(weights, **options)
+        fold_layer_norm_into_block(weights, fold_biases=fold_biases, **options)
     elif unit == "unembed":
-        fold_layer_norm_into_unembed(weights, **options)
+        fold_biases = fold_biases and not cfg.final_rms  # an RMS norm has no bias
+        fold_layer_norm_into_unembed(weights, fold_biases=fold_biases, **options)
 
 
 @patches(
@@ -159,9 +158,6 @@ def load_and_process_state_dict(
     for name in beside:
         _check_shape(name, state_dict[name], own[name])
         _check_values(name, state_dict[name])
-    for name in filter(_is_own_buffer, state_dict.keys() & own.keys()):
-        if state_dict[name].shape == own[name].shape:  # not of a table that has grown with a text
-            beside.append(name)
     for unit in units:
         complete_unit(self, unit, source.read(unit, torch.device("cpu")))
     steps = Steps(
@@ -185,6 +181,14 @@ def load_and_process_state_dict(
         for name in beside:
             value = state_dict[name]
             slicing.write(self, name, value, value, own[name].device)
+        for name in filter(_is_own_buffer, own.keys() & state_dict.keys()):
+            buffer, value = self.get_buffer(name), state_dict[name]
+            # A rotary table grows with a text: [pos, d_rotary]. A mask is as large as `n_ctx`.
+            if value.shape == buffer.shape or (value.dim() == 2 and "rotary" in name):
+                path, _, leaf = name.rpartition(".")
+                # Not in place: blocks share it.
+                self.get_submodule(path)._buffers[leaf] = value.to(buffer, copy=True)
+        share_buffers(self)
 
 
 @patches("HookedTransformer", takes="self fold_ln", why=_FOLDS, until="3.0")

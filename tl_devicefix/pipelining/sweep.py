@@ -10,9 +10,10 @@ import contextlib
 import inspect
 import itertools
 import math
+import operator
 import types
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -108,8 +109,8 @@ def sweep(
         model: a HookedTransformer or a TransformerBridge.
         tokens: as its `run_with_hooks` takes them. Do not change them, or the model (weights,
             buffers, modules, settings, hooks), until the last run has ended.
-        runs: lists of (name, hook); an iterator is read no further than needed. Hooks may read the
-            model. Across hosts, or with offloaded blocks on several devices, each run has its own
+        runs: lists of (name, hook). A list of runs is checked and copied at the start, anything
+            else is read no further than needed. Hooks may read the model. Across hosts, or with offloaded blocks on several devices, each run has its own
             thread, and hooks may neither run nor hook the model.
         batch_size: how many runs are one forward.
         progress: show a bar.
@@ -170,7 +171,9 @@ def _sweep(
     last = None
     if isinstance(runs, (list, tuple)):
         checked = list(checked)
-        last = max(map(first_block.of, checked), default=0)
+        firsts = list(map(first_block.of, checked))
+        groups = (firsts[i : i + batch_size] for i in range(0, len(firsts), batch_size))
+        last = max(map(min, groups), default=0)
     streams = _ResidualStreams(model, tokens, arguments, last)
     skipping_by_model: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
 
@@ -182,7 +185,7 @@ def _sweep(
 
     # The caller's thread iterates over this, so the unpatched blocks run there.
     def starts() -> Iterator[_Start]:
-        total = len(runs) if isinstance(runs, Sized) else None
+        total = operator.length_hint(runs) or None
         bar = hf_logging.tqdm(checked, desc="Sweep", total=total, disable=not progress)
         remaining = iter(bar)
         variables = _Variables(runs, n_ahead if waits else 1)
@@ -470,8 +473,8 @@ class _ResidualStreams:
     outputs take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third,
     and so on, besides the one in use. Then a run may recompute the blocks after the last kept one.
 
-    A forward costs more than its blocks. So if all outputs fit, the first forward goes on to the
-    last layer that will be asked for. If that is unknown, each forward goes on for as many further
+    A forward costs more than its blocks. So the first one goes on to the last layer that will be
+    asked for. If that is unknown and all outputs fit, each forward goes on for as many further
     blocks as the layers that were asked for let expect.
 
     Args:

@@ -184,7 +184,7 @@ class BridgeBlueprint:
     def cpu_to_load(self, placement: Placement) -> int:
         """Return the most bytes of CPU memory that a load with offloaded blocks needs."""
         merged = self.room_to_load(placement)
-        if self._config.dtype == self.dtype and not merged:
+        if (self._config.dtype or torch.float32) == self.dtype and not merged:
             return 0  # the weights are memory-mapped from the checkpoint
         return sum(c.weights + c.buffers for c in placement.components) + merged
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers.utils.logging as hf_logging
+from packaging.version import Version
 from torch import nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
@@ -35,12 +36,13 @@ from transformer_lens.weight_processing import ProcessWeights
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere
 from tl_devicefix.offload.prefetch import pin
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.fitting import naming_full_devices
-from tl_devicefix.placement.placement import placement_of
+from tl_devicefix.placement.placement import in_short, placement_of
 from tl_devicefix.placement.workers import each_on_its_device
 from tl_devicefix.transformer_bridge.components import Unit, bridge_components, units
 from tl_devicefix.transformer_bridge.fused import forget_fused
@@ -140,7 +142,8 @@ def process_weights(
     copy of one component.
 
     Raises:
-        ValueError: if the attention matrices cannot be refactored.
+        ValueError: if the attention matrices cannot be refactored, or, on TransformerLens 3, if
+            blocks are offloaded.
         NotImplementedError: if weights are packed (quantised), or have no values.
         RuntimeError: if weights are only partly processed after an earlier call failed.
         torch.OutOfMemoryError: if a device is full. The message names the component.
@@ -182,6 +185,13 @@ def _check_processable(bridge: TransformerBridge, refactors: bool) -> None:
             owner=bridge.original_model,
             remedy="Load the model dequantized, or use the bridge without weight processing "
             "(enable_compatibility_mode(no_processing=True)).",
+        )
+    offloaded = [c.name for c in placement.components if c.offloaded] if placement else []
+    if offloaded and installed() < Version("4.dev0"):
+        raise ValueError(
+            f"{in_short(offloaded)} are offloaded, but TransformerLens {installed()} keeps folded "
+            "MLP weights outside of a Bridge's parameters, so they cannot be copied to a device: "
+            "leave out compatibility mode, offload nothing, or use TransformerLens 4"
         )
     if refactors:
         cfg = bridge.cfg
