@@ -186,7 +186,7 @@ def load_and_process_state_dict(
             # A rotary table grows with a text: [pos, d_rotary]. A mask is as large as `n_ctx`.
             if value.shape == buffer.shape or (value.dim() == 2 and "rotary" in name):
                 path, _, leaf = name.rpartition(".")
-                # Not in place: blocks share it.
+                # Assign a new tensor: blocks share the old one.
                 self.get_submodule(path)._buffers[leaf] = value.to(buffer, copy=True)
         share_buffers(self)
 

@@ -109,9 +109,10 @@ def sweep(
         model: a HookedTransformer or a TransformerBridge.
         tokens: as its `run_with_hooks` takes them. Do not change them, or the model (weights,
             buffers, modules, settings, hooks), until the last run has ended.
-        runs: lists of (name, hook). A list of runs is checked and copied at the start, anything
-            else is read no further than needed. Hooks may read the model. Across hosts, or with offloaded blocks on several devices, each run has its own
-            thread, and hooks may neither run nor hook the model.
+        runs: lists of (name, hook). A list of runs is checked and copied at the start; anything
+            else is read no further than needed. Hooks may read the model. Across hosts, or with
+            offloaded blocks on several devices, each run has its own thread, and hooks may neither
+            run nor hook the model.
         batch_size: how many runs are one forward.
         progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
