@@ -34,7 +34,8 @@ def shown(value: object) -> str:
 
 def check_iterable(called: str, value: object) -> None:
     """Refuse an argument that cannot be iterated over, before anything runs."""
-    if not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+    is_iterable = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    if not is_iterable or isinstance(value, str):
         raise TypeError(f"{called} must be a list or another iterable, but is {shown(value)}")
 
 

@@ -39,7 +39,7 @@ def test_the_demo_loads_compares_and_shows_the_heads(capsys):
 @of_simulated
 def test_demo_fails_on_too_many_devices_or_wrong_numbers(capsys, monkeypatch):
     assert main(["demo", "--n-devices", "100"]) == 2
-    assert capsys.readouterr().err.endswith("n_devices must be from 1 to 64, but is 100\n")
+    assert capsys.readouterr().err.endswith("n_devices must be an int from 1 to 64, but is 100\n")
     right = demo.hf_logits
     monkeypatch.setattr(demo, "hf_logits", lambda tokens: right(tokens) * 1.01)
     assert main(["demo", "--n-devices", "2"]) == 1

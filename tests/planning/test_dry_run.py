@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -198,6 +199,19 @@ def test_peak_is_reported_with_the_module_of_its_thread():
     dry = dry_run("gpt2", job, **FOUR_LAYERS)
     assert dry.runs, dry
     assert dry.devices[0].module == "blocks.1"
+
+
+@pytest.mark.hooked
+def test_dry_run_warns_of_a_job_above_max_memory():
+    weights = dry_run("gpt2", forward, **FOUR_LAYERS).devices[0].weights
+    limits = {0: weights + 1000}
+    with pytest.warns(
+        UserWarning, match=r"^device 0 \(home\) peaks at .*, above its max_memory of"
+    ):
+        assert dry_run("gpt2", forward, max_memory=limits, **FOUR_LAYERS).runs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert dry_run("gpt2", forward, max_memory=limits, memory="10GiB", **FOUR_LAYERS).runs
 
 
 def test_dry_run_swaps_offloaded_blocks_in():

@@ -48,13 +48,13 @@ if has_hooked_transformer():
     CFG = HookedTransformerConfig(
         n_layers=1, d_model=8, n_ctx=8, d_head=4, d_vocab=9, act_fn="relu"
     )
-    TOO_MANY = "n_devices must be from 1 to 64, but is"
+    TOO_MANY = "n_devices must be an int from 1 to 64, but is"
     REFUSED += [
         (lambda: estimated(CFG, n_ctx=4), "no argument 'n_ctx' for a config, which has"),
         (lambda: estimated(batch_size=0), "batch_size must be an int of 1 or more, but is 0"),
         (lambda: estimated(n_devices=0), f"{TOO_MANY} 0"),
         (lambda: estimated(cache=""), "but is ''"),
-        (lambda: estimated(cache=["z"]), "cache must be 'all' or names"),
+        (lambda: estimated(cache=3), "cache must be 'all' or names"),
         (lambda: estimated(max_memory="36Gb"), "^max_memory must be .*, but is '36Gb'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
         (lambda: plan(torch.nn.Linear(2, 2)), "^a Linear is a model, .*: pass model.cfg"),

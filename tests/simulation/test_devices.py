@@ -256,7 +256,7 @@ def test_numbers_and_gradients_are_exactly_those_of_the_cpu(machine, operation, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0,), "n_devices must be from 1 to 64, but is 0"),
+        ((0,), "n_devices must be an int from 1 to 64, but is 0"),
         ((2, "500mb"), "memory must be bytes .*, but is '500mb'"),  # bits, as accelerate reads it
         ((2, ["1GiB"]), "a list of one for each of 2 devices, but is .'1GiB'"),
     ],

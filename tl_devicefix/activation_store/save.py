@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,8 @@ from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refu
 from tl_devicefix.placement.memory import gib, parse_bytes
 from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformer_lens.hook_points import NamesFilter
@@ -132,7 +135,10 @@ def save_activations(
     # Inference tensors do not say if a transform changes them.
     with torch.inference_mode(False), torch.no_grad(), on_disk.locked(directory):
         saving = _Save(model, batches, selection, arguments, directory)
-        saving.begin(on_disk.saved_index(directory, resume), parse_bytes(shard_size, "shard_size"))
+        index = on_disk.saved_index(directory, resume)
+        if resume and index is None:
+            _log.warning("resume=True, but %s has no activations: starting at batch 0", directory)
+        saving.begin(index, parse_bytes(shard_size, "shard_size"))
         try:
             saving.run(n_runs, progress)
         except (OSError, RuntimeError, KeyboardInterrupt) as error:
@@ -180,7 +186,9 @@ class _Save:
         """
         batch = next(self._batches, None)
         if batch is None:
-            raise ValueError("batches has no batch: give at least one")
+            raise ValueError(
+                "batches has no batch: give at least one (a generator is empty after its first use)"
+            )
         self._first = batch
         n_examples, self._width = batch.inputs.shape
         # pipeline_map runs this batch too, so that hooks behave as on the others.

@@ -218,7 +218,8 @@ class _RunRows:
             given = list(result.shape) if isinstance(result, torch.Tensor) else shown(result)
             raise ValueError(
                 f"a hook on {hook.name} returned {given} for {rows.dtype} {list(rows.shape)}, but "
-                f"in a batch it must return a tensor of the same shape and dtype: {_REMEDY}"
+                f"in a batch it must return a tensor of the same shape and dtype: return one, or "
+                f"{_REMEDY}"
             )
         else:
             self._return(result, activation)

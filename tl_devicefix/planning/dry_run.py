@@ -12,8 +12,9 @@ import site
 import sysconfig
 import threading
 import traceback
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +28,7 @@ from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import CPU, DEVICE_TYPE
-from tl_devicefix.placement.memory import MaxMemory, format_table, gib
+from tl_devicefix.placement.memory import MaxMemory, by_device, format_table, gib
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.planning.plan import ConfigOrName, blueprint, check_options, device_request
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
@@ -112,6 +113,9 @@ class DryRun:
         return "\n".join([memory_table(self.devices), transfers, outcome])
 
 
+_USUAL_MEMORY = "80GiB"
+
+
 def dry_run(
     config_or_model_name: ConfigOrName,
     run: Callable[[Any], object],
@@ -120,7 +124,7 @@ def dry_run(
     device_map: DeviceMap | None = None,
     max_memory: MaxMemory | None = None,
     dtype: torch.dtype | str | None = None,
-    memory: int | str | Sequence[int | str] = "80GiB",
+    memory: int | str | Sequence[int | str] = _USUAL_MEMORY,
     tokenizer: PreTrainedTokenizerBase | None = None,
     cls: type | None = None,
     fuse_blocks: bool = False,
@@ -140,7 +144,8 @@ def dry_run(
         n_devices: how many devices to split the model across; by default the devices that
             `max_memory` names, or else as many as the other arguments name.
         device_map: as for `plan`; the devices are 0 to `n_devices - 1`.
-        max_memory: as for `plan`.
+        max_memory: as for `plan`: it limits the weights. If you leave out `memory`, a job that
+            takes more gives a warning.
         dtype: of the weights; by default float32, or a HookedTransformerConfig's own.
         memory: the memory of each device: one size for all ("80GiB"), or one for each.
         tokenizer: a loaded tokenizer, if `run` passes text. A local directory brings its own.
@@ -186,9 +191,28 @@ def dry_run(
         if fuse_blocks:
             fused.fuse_blocks(model)
         outcome = record_run(machine, model, placement, run)
+        if memory == _USUAL_MEMORY:
+            limits = by_device(request.max_memory, placement.home, placement.devices)
+            _warn_of_limits(outcome, limits or {})
     if tokenizer is None and outcome.error is not None and "tokenizer" in str(outcome.error):
         note(outcome.error, "pass tokenizer= to dry_run, or tokens instead of text")
     return outcome
+
+
+def _warn_of_limits(outcome: DryRun, limits: Mapping[torch.device, int]) -> None:
+    """Warn if a job takes more than a `max_memory`, which limits the weights only."""
+    over = [
+        f"device {row.device} peaks at {gib(row.peak)}, above its max_memory of {gib(limit)}"
+        for row in outcome.devices
+        for device, limit in limits.items()
+        if row.peak > limit and row.device.split()[0] == str(device.index)
+    ]
+    if over:
+        warnings.warn(
+            f"{', '.join(over)}: max_memory limits the weights only, so give the size of the "
+            "devices as memory",
+            stacklevel=3,
+        )
 
 
 def refuse_cpu(placement: Placement) -> None:

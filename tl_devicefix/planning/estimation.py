@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -144,7 +144,7 @@ def estimate(
     dtype: torch.dtype | str | None = None,
     batch_size: int = 1,
     seq_len: int | None = None,
-    cache: str | None = None,
+    cache: str | Sequence[str] | None = None,
     max_new_tokens: int = 0,
     gradients: bool = False,
     fuse_blocks: bool = False,
@@ -186,6 +186,8 @@ def estimate(
         check_options(estimate, config_or_model_name, options)
         model = blueprint(config_or_model_name, dtype, options)
         seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
+        if isinstance(cache, Sequence) and not isinstance(cache, str):
+            cache = ",".join(cache)
         job = Job(batch_size, seq_len, cache, max_new_tokens, gradients, fuse_blocks)
         on = partial(_estimate, model, job, device_map, max_memory)
         result = on(n_devices)

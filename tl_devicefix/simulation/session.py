@@ -116,7 +116,9 @@ def simulate_apart(
 def check_number(n_devices: object) -> None:
     """Refuse a number of devices that is not an int or is out of range."""
     if type(n_devices) is not int or not 1 <= n_devices <= MAX_DEVICES:
-        raise ValueError(f"n_devices must be from 1 to {MAX_DEVICES}, but is {shown(n_devices)}")
+        raise ValueError(
+            f"n_devices must be an int from 1 to {MAX_DEVICES}, but is {shown(n_devices)}"
+        )
 
 
 def _capacities(n_devices: int, memory: int | str | Sequence[int | str]) -> list[int]:
