@@ -160,6 +160,8 @@ def test_scaled_rotary_frequencies_are_transformers(
         rebuilt = HookedTransformer(model.cfg)
         rebuilt.load_and_process_state_dict(model.state_dict())
         assert difference(rebuilt, hf_model) < ROUNDING
+        own = [block.attn.rotary_sin for block in rebuilt.blocks]
+        assert len(set(map(id, own))) == len(own)  # blocks that shared none still do not
 
 
 def test_a_state_dict_gives_each_block_its_own_table(checkpoints):

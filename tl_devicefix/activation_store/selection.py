@@ -97,18 +97,7 @@ class Selection:
             if activation.shape[:1] == (1,):
                 activation = activation.expand(n_examples, *activation.shape[1:])
             if (transform := by_name.get(name)) is not None:
-                given, version = activation, version_of(activation)
-                activation = transform(given)
-                if version_of(given) != version:
-                    raise ValueError(
-                        f"transform changed {name} in place, which other names may share: return a "
-                        "new tensor"
-                    )
-                if not isinstance(activation, torch.Tensor):
-                    returned = shown(activation)
-                    raise TypeError(
-                        f"transform must return a tensor, but returned {returned}: {name}"
-                    )
+                activation = _transformed(name, activation, transform)
             elif saved is not None and name.endswith(NOT_BY_TOKEN):
                 raise _not_by_token(name, activation)
             activations[name] = self._selected(name, activation, saved)
@@ -284,6 +273,18 @@ def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tenso
             'a dict with "tokens" or "input_ids", and "attention_mask" if there is padding'
         )
     return tokens, mask
+
+
+def _transformed(name: str, activation: torch.Tensor, transform: Transform) -> torch.Tensor:
+    version = version_of(activation)
+    result: object = transform(activation)
+    if version_of(activation) != version:
+        raise ValueError(
+            f"transform changed {name} in place, which other names may share: return a new tensor"
+        )
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"transform must return a tensor, but returned {shown(result)}: {name}")
+    return result
 
 
 def _not_by_token(name: str, activation: torch.Tensor) -> ValueError:

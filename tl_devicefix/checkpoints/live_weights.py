@@ -34,17 +34,16 @@ def is_from(package: str, thing: object) -> bool:
 def unwrap(hf_model: nn.Module) -> nn.Module:
     """Return the model within `torch.compile`'s wrappers, a PeftModel and its tuner."""
     model: Any = hf_model  # with peft's attributes
-    while is_from("peft", model) or "_orig_mod" in model._modules:
-        if "_orig_mod" in model._modules:
-            model = model._modules["_orig_mod"]
-            continue
-        for name in getattr(model, "active_adapters", ()):
-            config = model.peft_config[name]
-            if config.is_prompt_learning or config.is_adaption_prompt:
-                _refuse_adapter(config.peft_type.value)
-        inner = model._modules.get("base_model", model._modules.get("model"))
-        model = inner if inner is not None else _refuse_adapter(type(model).__name__)
-    return model
+    if "_orig_mod" in model._modules:
+        return unwrap(model._modules["_orig_mod"])
+    if not is_from("peft", model):
+        return hf_model
+    for name in getattr(model, "active_adapters", ()):
+        config = model.peft_config[name]
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            _refuse_adapter(config.peft_type.value)
+    inner = model._modules.get("base_model", model._modules.get("model"))
+    return unwrap(inner) if inner is not None else _refuse_adapter(type(model).__name__)
 
 
 def class_in_transformers(hf_model: nn.Module) -> type[Any]:

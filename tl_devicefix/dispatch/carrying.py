@@ -68,9 +68,10 @@ class CarryTo(Around):
             # A Bridge's `start_at_layer` sets the stream on every block; one of them reads it.
             residual = vars(module).get("_start_residual")
             start = vars(module).get("_start_at_layer_idx")
-            index = getattr(module, "_extract_layer_idx", lambda: None)  # others ignore it
-            if residual is not None and index() == start:
-                vars(module)["_start_residual"] = move(residual, self.device)
+            if residual is not None:
+                index = getattr(module, "_extract_layer_idx", lambda: None)  # others ignore it
+                if index() == start:
+                    vars(module)["_start_residual"] = move(residual, self.device)
             if args:  # the residual stream: [batch, pos, d_model]
                 args = (move(args[0], self.device), *map(self._on_device, args[1:]))
             # Most arguments of most blocks are None.

@@ -124,6 +124,10 @@ class HookedBlueprint:
         """Return the most bytes that a load needs on a device beyond the weights: two slices."""
         return working_room(placement, self.dtype)
 
+    def cpu_to_load(self, placement: Placement) -> int:
+        """Return 0: a load needs no CPU memory beyond the offloaded blocks."""
+        return 0
+
     generation = HookedGeneration
 
 

@@ -28,7 +28,7 @@ from tl_devicefix.checkpoints.sources import (
 )
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
 from tl_devicefix.hooked_transformer.components import IS_2, component_names, final_norm_class
-from tl_devicefix.hooked_transformer.moving import settle, share_buffers
+from tl_devicefix.hooked_transformer.moving import settle
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_tensor import refuse_weights
@@ -182,13 +182,14 @@ def load_and_process_state_dict(
             value = state_dict[name]
             slicing.write(self, name, value, value, own[name].device)
         for name in filter(_is_own_buffer, own.keys() & state_dict.keys()):
-            buffer, value = self.get_buffer(name), state_dict[name]
+            buffer = self.get_buffer(name)
+            value = state_dict[name].to(buffer, copy=True)
             # A rotary table grows with a text: [pos, d_rotary]. A mask is as large as `n_ctx`.
-            if value.shape == buffer.shape or (value.dim() == 2 and "rotary" in name):
+            fits = value.shape == buffer.shape or (value.dim() == 2 and "rotary" in name)
+            if fits and not torch.equal(value, buffer):
                 path, _, leaf = name.rpartition(".")
-                # Assign a new tensor: blocks share the old one.
-                self.get_submodule(path)._buffers[leaf] = value.to(buffer, copy=True)
-        share_buffers(self)
+                # Assign a new tensor: blocks may share the old one.
+                self.get_submodule(path)._buffers[leaf] = value
 
 
 @patches("HookedTransformer", takes="self fold_ln", why=_FOLDS, until="3.0")

@@ -169,13 +169,13 @@ def _sweep(
     is_bridge = hasattr(model, "original_model")
     first_block = _FirstBlock(model, points, tokens, arguments)
     checked: Iterable[Hooks] = map(partial(_checked, points), itertools.count(), runs)
-    last = None
+    last_first = None  # the last block at which a run starts, if known
     if isinstance(runs, (list, tuple)):
         checked = list(checked)
         firsts = list(map(first_block.of, checked))
         groups = (firsts[i : i + batch_size] for i in range(0, len(firsts), batch_size))
-        last = max(map(min, groups), default=0)
-    streams = _ResidualStreams(model, tokens, arguments, last)
+        last_first = max(map(min, groups), default=0)
+    streams = _ResidualStreams(model, tokens, arguments, last_first)
     skipping_by_model: dict[nn.Module, Skipping] = {}  # by the model, or a run's view of it
 
     n_ahead = n_in_flight(model, None)
@@ -187,13 +187,12 @@ def _sweep(
     # The caller's thread iterates over this, so the unpatched blocks run there.
     def starts() -> Iterator[_Start]:
         total = operator.length_hint(runs) or None
-        bar = hf_logging.tqdm(checked, desc="Sweep", total=total, disable=not progress)
-        remaining = iter(bar)
+        bar = iter(hf_logging.tqdm(checked, desc="Sweep", total=total, disable=not progress))
         variables = _Variables(runs, n_ahead if waits else 1)
         for number in itertools.count(0, batch_size):
             group: list[Hooks] = []
             variables.begin_group()
-            for run in itertools.islice(remaining, batch_size):
+            for run in itertools.islice(bar, batch_size):
                 variables.add(number + len(group), run)
                 group.append(run)
             variables.check()
@@ -498,23 +497,23 @@ class _ResidualStreams:
         self._asked = 0  # the block whose input is kept until the next one is asked for
         self._first, self._n_asked = 0, 0  # of the layers asked for
 
-    def before(self, layer: int, last: int) -> BlockOutput:
+    def before(self, layer: int, limit: int) -> BlockOutput:
         """Return the output of block `layer - 1`, on the device of block `layer` if there is one.
 
         Args:
             layer: 1 or more.
-            last: the last layer that may be asked for.
+            limit: the last layer that may be asked for.
         """
         if layer != self._asked:
             self._first, self._n_asked = self._first or layer, self._n_asked + 1
         if layer not in self._kept:
             stop = layer
-            if self._last is not None:
-                stop = max(layer, self._last) if self._stride == 1 else layer
+            if self._stride == 1 and self._last is not None:
+                stop = max(layer, self._last)
             elif self._stride == 1 and self._n_asked > 2:
                 # 3 layers asked for: go on for one more step; 4: for two, ...
                 step = (layer - self._first) // (self._n_asked - 1)
-                stop = min(layer + step * (self._n_asked - 2), last)
+                stop = min(layer + step * (self._n_asked - 2), limit)
             self._go_on(max(filter(layer.__gt__, self._kept), default=0), layer, stop)
         if self._asked != layer and self._asked % self._stride:
             del self._kept[self._asked]

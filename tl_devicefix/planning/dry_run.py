@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -192,20 +192,19 @@ def dry_run(
             fused.fuse_blocks(model)
         outcome = record_run(machine, model, placement, run)
         if memory == _USUAL_MEMORY:
-            limits = by_device(request.max_memory, placement.home, placement.devices)
-            _warn_of_limits(outcome, limits or {})
+            limits = by_device(request.max_memory, placement.home, placement.devices) or {}
+            _warn_of_limits(outcome, [limits.get(device) for device in machine.devices])
     if tokenizer is None and outcome.error is not None and "tokenizer" in str(outcome.error):
         note(outcome.error, "pass tokenizer= to dry_run, or tokens instead of text")
     return outcome
 
 
-def _warn_of_limits(outcome: DryRun, limits: Mapping[torch.device, int]) -> None:
+def _warn_of_limits(outcome: DryRun, limits: Sequence[int | None]) -> None:
     """Warn if a job takes more than a `max_memory`, which limits the weights only."""
     over = [
         f"device {row.device} peaks at {gib(row.peak)}, above its max_memory of {gib(limit)}"
-        for row in outcome.devices
-        for device, limit in limits.items()
-        if row.peak > limit and row.device.split()[0] == str(device.index)
+        for row, limit in zip(outcome.devices, limits)
+        if limit is not None and row.peak > limit
     ]
     if over:
         warnings.warn(

@@ -240,7 +240,7 @@ def _estimate(
         dry = record_run(machine, live, placement, partial(_run, job, model))
         if dry.error is not None:  # never out of memory: there is no limit here
             raise dry.error
-        devices = []
+        devices, room = [], model.room_to_load(placement)
         for device, row in zip(machine.devices, dry.devices):
             runs = [component for component in placement.components if component.device == device]
             if request.names_used and not runs:
@@ -251,7 +251,7 @@ def _estimate(
             weights = max(row.weights, resident + shared_buffer_bytes(runs))
             peak, module = row.peak - row.weights + weights, row.module  # of the job
             # A load may need more than the job, such as a slice of a weight in float32.
-            if runs and peak < (loading := weights + model.room_to_load(placement)):
+            if runs and peak < (loading := weights + room):
                 peak, module = loading, "loading, at most"
             capacity = capacities.get(device)
             devices.append(
@@ -266,8 +266,7 @@ def _estimate(
             pinned = sum(1 << (size - 1).bit_length() for size in sizes)
             peak = pinned + weights * job.gradients  # a gradient is as large as its parameter
             module = "outside the model" if job.gradients else "the weights, pinned"
-            loading = getattr(model, "cpu_to_load", lambda _: 0)(placement)  # only a Bridge has it
-            if peak < loading:
+            if peak < (loading := model.cpu_to_load(placement)):
                 peak, module = loading, "loading, at most"
             devices.append(OnDevice("cpu", names, weights, peak, module, capacities.get(CPU)))
     dtype = str(model.dtype).removeprefix("torch.")

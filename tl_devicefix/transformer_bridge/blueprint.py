@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 from pathlib import Path
@@ -176,17 +177,20 @@ class BridgeBlueprint:
 
         transformers reads each weight straight onto its device, but merges a layer's experts there.
         """
-        weights = self._empty()[0].named_parameters()
-        # Merged experts are [expert, d_out, d_in].
-        merged = (w.nbytes for name, w in weights if "expert" in name and w.dim() == 3)
-        return max(merged, default=0)
+        return self._merged_bytes
 
     def cpu_to_load(self, placement: Placement) -> int:
         """Return the most bytes of CPU memory that a load with offloaded blocks needs."""
-        merged = self.room_to_load(placement)
-        if (self._config.dtype or torch.float32) == self.dtype and not merged:
+        if (self._config.dtype or torch.float32) == self.dtype and not self._merged_bytes:
             return 0  # the weights are memory-mapped from the checkpoint
-        return sum(c.weights + c.buffers for c in placement.components) + merged
+        return sum(c.weights + c.buffers for c in placement.components) + self._merged_bytes
+
+    @functools.cached_property
+    def _merged_bytes(self) -> int:
+        """The bytes of the largest merged experts: [expert, d_out, d_in]."""
+        weights = self._empty()[0].named_parameters()
+        experts = (w.nbytes for name, w in weights if "expert" in name and w.dim() == 3)
+        return max(experts, default=0)
 
     generation = BridgeGeneration
 

@@ -147,7 +147,9 @@ def process_component(
         conventions: those of the installed TransformerLens.
         vocabulary_means: means over the whole vocabulary, if `weights` has only a part of it.
     """
-    layer_norm, keep = uses_layer_norm(cfg), conventions.keeps_folded_norms
+    subtracts = uses_layer_norm(cfg) and not (name == "unembed" and cfg.final_rms)
+    fold = {"fold_biases": subtracts, "center_weights": subtracts}
+    fold["keep_norms"] = conventions.keeps_folded_norms
     if name in ("embed", "pos_embed"):
         # An ALiBi model has a W_pos that is never read.
         unread = name == "pos_embed" and cfg.positional_embedding_type == "alibi"
@@ -159,15 +161,10 @@ def process_component(
         if steps.center_unembed:
             center_unembed_weights(weights, vocabulary_means)
         if steps.fold_ln:
-            subtracts = layer_norm and not cfg.final_rms
-            fold_layer_norm_into_unembed(
-                weights, fold_biases=subtracts, center_weights=subtracts, keep_norms=keep
-            )
+            fold_layer_norm_into_unembed(weights, **fold)
     else:
         if steps.fold_ln:
-            fold_layer_norm_into_block(
-                weights, fold_biases=layer_norm, center_weights=layer_norm, keep_norms=keep
-            )
+            fold_layer_norm_into_block(weights, **fold)
         if steps.center_writing_weights:
             center_writing_weights_of_block(weights)
         if "attn.W_Q" not in weights:
