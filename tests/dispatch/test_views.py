@@ -14,6 +14,8 @@ import torch
 from comparison import assert_bit_equal
 from model_classes import BRIDGE, HOOKED, fuses
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformer_lens.hook_points import HookPoint
 
 import tl_devicefix
 from tl_devicefix.adapters import adapter_of
@@ -182,19 +184,20 @@ def test_view_runs_the_models_hooks_with_its_own_hook_points(model, at_home):
 
 
 @fuses
-def test_a_fused_view_binds_its_blocks_once_for_all_runs(model, at_home, monkeypatch):
+def test_a_fused_view_binds_no_block_that_its_model_has_bound(model, at_home, monkeypatch):
     tl_devicefix.fuse_blocks(model)
+    expected = model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)])
     bound, original = [], Listeners.__init__
     bind = lambda self, *args: bound.append(self) or original(self, *args)  # noqa: E731
     monkeypatch.setattr(Listeners, "__init__", bind)
     view = view_of(model)
-    view.model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, lambda activation, hook: None)])
-    assert (n_bound := len(bound))
-
-    view.restore()
-    nn.Linear(2, 2)  # a module of another model
-    view.model(at_home)
-    assert len(bound) == n_bound
+    for _ in range(2):
+        assert_bit_equal(
+            view.model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)]), expected
+        )
+        view.restore()
+        nn.Linear(2, 2)  # a module of another model
+    assert not bound
 
 
 def halve(activation, hook):
@@ -244,8 +247,9 @@ def test_only_the_block_with_a_new_hook_looks_for_hooks(model, at_home, monkeypa
         lambda point: setattr(point, "found", 1),
         lambda point: vars(point).update(found=1),
         lambda point: copy.copy(point).fwd_hooks.append(None),
+        lambda point: pickle.loads(pickle.dumps(copy.deepcopy(point))).fwd_hooks.append(None),
     ],
-    ids=["hook", "pre-hook", "list", "context", "attribute", "dict", "copy"],
+    ids=["hook", "pre-hook", "list", "context", "attribute", "dict", "copy", "pickle"],
 )
 def test_first_use_of_a_hook_point_changes_that_view_alone(change, model):
     made, other = view_of(model), view_of(model)
@@ -260,6 +264,21 @@ def test_first_use_of_a_hook_point_changes_that_view_alone(change, model):
     assert type(point) is type(model.hook_dict[RESIDUAL])
     assert not any((point._forward_hooks, point._forward_pre_hooks, point.ctx))
     assert {name: len(vars(point)) for name, point in model.hook_dict.items()} == before
+
+
+def test_a_view_calls_what_hooks_every_module(model, at_home, monkeypatch):
+    view, called, forward = view_of(model).model, [], HookPoint.forward
+    note = lambda module, *rest: called.append(getattr(module, "name", None))  # noqa: E731
+    handle = register_module_forward_hook(note)
+    view(at_home)
+    handle.remove()
+    assert model.hook_dict[RESIDUAL].name in called
+
+    called.clear()
+    noting = lambda point, x: note(point) or forward(point, x)  # noqa: E731
+    monkeypatch.setattr(HookPoint, "forward", noting)
+    view_of(model).model(at_home)
+    assert model.hook_dict[RESIDUAL].name in called
 
 
 def test_threads_of_a_run_may_use_a_hook_point_first(model, monkeypatch):

@@ -27,10 +27,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from operator import is_
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
@@ -82,9 +83,6 @@ class View(Generic[Module]):
         # Attributes that runs add or replace are found by comparison with these.
         for state in self._states:
             state.as_made = dict(state.attributes)
-        for attributes, bound in builder.bound:
-            if hasattr(bound, "for_view"):  # a Bridge's has none: its views make it anew
-                attributes[BOUND] = bound.for_view(builder.counterpart_of)
         self._undone: str | None = None  # what a run set, and `restore` has undone
         self._begin()
         self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked]
@@ -207,10 +205,11 @@ class _State:
 
     def give_own(self, name: str, container: type) -> None:
         """Replace an empty container that is an attribute, unless views share it."""
-        if name in _MODULE_DICTS and issubclass(self.kind, HookPoint):
-            self.attributes[name] = {}  # no run may fill it: see `kept_setting`
-        elif name not in _SHARED_IF_EMPTY:
-            self.attributes[name] = self.new(container)
+        kind = _kind_if_empty(self.kind, name, container)
+        if kind is not None:
+            own = self.attributes[name] = kind()
+            if kind in _NOTES:
+                own.owner = self
 
     def note(self) -> None:
         """Note the contents, before one of them changes for the first time in a run."""
@@ -323,21 +322,24 @@ _KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
     *("transformer_lens.conversion_utils", "torch.nn.modules.module"),
-    *("tl_devicefix.around", "tl_devicefix.dispatch", "tl_devicefix.offload"),
+    *("tl_devicefix.around", "tl_devicefix.dispatch", "tl_devicefix.fusing"),
     *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
-    "tl_devicefix.simulation.backward",
+    *("tl_devicefix.offload", "tl_devicefix.simulation.backward"),
 )
 _OF_MODULES = frozenset(
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 )
 _OF_HOOK_POINTS = frozenset(("fwd_hooks", "bwd_hooks", "ctx"))
 _MODULE_DICTS = frozenset(("_parameters", "_buffers", "_modules"))
-_SHARED_IF_EMPTY = _OF_MODULES - _MODULE_DICTS - {"_non_persistent_buffers_set", *HOOKS}
-"""Dicts of state-dict hooks, and of flags by a hook's number. With empty ones of its own, a view
-would have twice as many objects for the garbage collector to visit."""
+_SHARED_IF_EMPTY = _OF_MODULES - _MODULE_DICTS - {*HOOKS}
+"""State-dict hooks, flags by a hook's number, names of buffers that are not saved. With empty ones
+of its own, a view would have twice as many objects for the garbage collector to visit."""
 
 
 _UNUSED = "_tl_devicefix_unused"
+_IDENTITY = HookPoint.forward
+_attributes_of = vars(nn.Module)["__dict__"].__get__
+"""Like `vars`, without using the hook point."""
 _BLANK = vars(HookPoint())
 _EMPTY = _OF_MODULES | _OF_HOOK_POINTS
 """Names of a hook point's containers, which are empty in a blank one."""
@@ -355,28 +357,51 @@ def _is_blank(attributes: dict[str, object]) -> bool:
     )
 
 
+def _use(point: HookPoint) -> dict[str, Any]:
+    """Make a hook point a plain one with its own containers, and return its `__dict__`."""
+    attributes = _attributes_of(point)
+    with _first_use:  # a run may have threads of its own
+        if _UNUSED in attributes:
+            states, changed = attributes[_UNUSED]
+            attributes[IN_VIEW] = True
+            state = _State(HookPoint, attributes, changed)
+            for own in _EMPTY:
+                state.give_own(own, type(attributes[own]))
+            del attributes[_UNUSED]
+            state.as_made = dict(attributes)
+            states.append(state)
+        object.__setattr__(point, "__class__", HookPoint)
+    return attributes
+
+
 class UnusedHookPoint(HookPoint):
     """The counterpart of a blank hook point until its first use, which gives it own containers.
 
-    Hook points are five sixths of a model's modules, and fused blocks call those with hooks alone.
+    Hook points are five sixths of a model's modules, and most have no hooks: calling one returns
+    its input, and a fused block does not call it. A Bridge reads all names in each run with hooks.
     """
 
     __module__ = HookPoint.__module__  # it is no user's module
+    __dict__ = property(_use)  # type: ignore[assignment]  # setting attributes reads it, too
 
-    def __getattribute__(self, name: str) -> object:
-        attributes = object.__getattribute__(self, "__dict__")
-        with _first_use:  # a run may have threads of its own
-            if _UNUSED in attributes:
-                states, changed = attributes[_UNUSED]
-                attributes[IN_VIEW] = True
-                state = _State(HookPoint, attributes, changed)
-                for own in _EMPTY:
-                    state.give_own(own, type(attributes[own]))
-                del attributes[_UNUSED]
-                state.as_made = dict(attributes)
-                states.append(state)
-            object.__setattr__(self, "__class__", HookPoint)
-        return getattr(self, name)
+    def __call__(self, x: torch.Tensor) -> object:
+        """Return the input, unless torch has hooks for every module or `forward` was patched."""
+        if HookPoint.forward is _IDENTITY and not _has_any_global_hook():
+            return x
+        return HookPoint.__call__(self, x)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        """Return what makes a copy: a plain hook point."""
+        _use(self)
+        return HookPoint.__reduce_ex__(self, protocol)
+
+
+def _first_using(name: str) -> property:
+    return property(lambda point: _use(point)[name])
+
+
+for _name in _EMPTY:
+    setattr(UnusedHookPoint, _name, _first_using(_name))
 
 
 class ViewBuilder:
@@ -387,9 +412,8 @@ class ViewBuilder:
         """A state for each counterpart with attributes: modules, a Bridge's conversions, ..."""
         self.changed: list[_State] = []
         """The states of counterparts whose dicts were written to."""
+        self._of_unused = self.states, self.changed
         self.is_captured = False
-        self.bound: list[tuple[dict[str, object], Any]] = []
-        """The attributes of each fused module's counterpart, and the original's `BOUND`."""
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
         self._to_fill: list[_State] = []
@@ -435,12 +459,10 @@ class ViewBuilder:
         if issubclass(kind, nn.Module):
             self._counterparts[id(vars(value))] = attributes
             if kind is HookPoint and _is_blank(attributes):
-                attributes |= {_UNUSED: (self.states, self.changed), **_NO_HOOKS}
+                attributes |= {_UNUSED: self._of_unused, **_NO_HOOKS}
                 object.__setattr__(counterpart, "__class__", UnusedHookPoint)
                 return counterpart
             attributes[IN_VIEW] = True
-            if BOUND in attributes:
-                self.bound.append((attributes, attributes.pop(BOUND)))
         state = _State(kind, attributes, self.changed)
         self._to_fill.append(state)
         self.states.append(state)
@@ -579,6 +601,14 @@ def _is_own(kind: type, name: str) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _kind_if_empty(kind: type, name: str, container: type) -> Any:
+    """Return the class of an empty container of a counterpart, or None if views share it."""
+    if name in _MODULE_DICTS and issubclass(kind, HookPoint):
+        return container  # no run may fill it: see `kept_setting`
+    return None if name in _SHARED_IF_EMPTY else _NOTING.get(container, container)
+
+
 def _referents(function: types.FunctionType) -> Iterator[object]:
     """Yield what a function refers to, besides globals."""
     for cell in function.__closure__ or ():
@@ -596,8 +626,9 @@ def contents_of(container: Any) -> list[Any]:
 
 def refill(container: Any, contents: list[Any]) -> None:
     """Give a dict, list or set these contents, in place: other objects may hold it."""
-    kind = next((kind for kind in (OrderedDict, dict) if isinstance(container, kind)), None)
-    if kind is not None:  # the base class's methods: only `OrderedDict.update` notes a change
+    if isinstance(container, dict):
+        # The base class's methods: only `OrderedDict.update` notes a change.
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
         n = len(contents) // 2
         kind.clear(container)
         kind.update(container, zip(contents[:n], contents[n:]))

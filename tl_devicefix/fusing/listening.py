@@ -8,7 +8,6 @@ always checked. `note_hook` notes where the last hooks were added, so that other
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -113,24 +112,14 @@ class Listeners:
         _count_assignments()
         self._n_assigned = _n_assigned
         _watched.update(block.modules())
-        self._named = [(name, vars(module)) for name, module in named]
-        self.names = frozenset(name for name, _ in self._named)
-        self._attributes = [attributes for _, attributes in self._named]
-        self._ids = frozenset(map(id, self._attributes))
+        modules = list(named)
+        self._each_name = [name for name, _ in modules]
+        self._attributes = [module.__dict__ for _, module in modules]
+        self.names = frozenset(self._each_name)
         self._are_harmless = are_harmless
         # The next hook's number when we looked last, the names of the modules that had hooks, and
         # for each name a module's attributes. One tuple, as several threads may run a model.
         self._seen: tuple[int, frozenset[str], list[dict[str, Any]]] = -1, frozenset(), []
-
-    def for_view(self, counterpart_of: Callable[[Any], Any]) -> Listeners:
-        """Return one for the counterparts of the modules in a run's view."""
-        listeners = copy.copy(self)
-        listeners._attributes = list(map(counterpart_of, self._attributes))
-        listeners._ids = frozenset(map(id, listeners._attributes))
-        names = (name for name, _ in self._named)
-        listeners._named = list(zip(names, listeners._attributes, strict=True))
-        listeners._seen = -1, frozenset(), []
-        return listeners
 
     def is_current(self) -> bool:
         """Return True if no module was assigned to another since this object was created."""
@@ -164,7 +153,7 @@ class Listeners:
             return False
         for number in range(as_of, now):
             noted, place = _noted[number % _N_NOTED]
-            if noted != number or place in self._ids:
+            if noted != number or place in map(id, self._attributes):
                 return False
         self._seen = now, *self._seen[1:]
         return True
@@ -176,7 +165,7 @@ class Listeners:
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
         hooked, listened = set(), []
-        for name, attributes in self._named:
+        for name, attributes in zip(self._each_name, self._attributes):
             if name in hooked:  # the first one stands for all
                 continue
             if any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes)):

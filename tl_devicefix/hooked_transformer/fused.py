@@ -10,7 +10,6 @@ calls attention as a module if it needs a pattern even without hooks, as with a 
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable
@@ -160,14 +159,6 @@ class BoundBlock:
         listed = (module for name, module in named if name not in whys)
         with_names = ((m._parameters, _PARAMETER_NAMES.get(type(m), ())) for m in listed)
         self._parameters = [(weights, names) for weights, names in with_names if names]
-
-    def for_view(self, counterpart_of: Callable[[Any], Any]) -> BoundBlock:
-        """Return the same facts about the block's counterpart in a run's view."""
-        bound = copy.copy(self)
-        bound.modules, bound.attributes = map(counterpart_of, (self.modules, self.attributes))
-        bound.listeners = self.listeners.for_view(counterpart_of)
-        bound._parameters = [(counterpart_of(dicts), names) for dicts, names in self._parameters]
-        return bound
 
     def why_not(self) -> str | None:
         """Return why the block may not run as one function now; None if it may."""

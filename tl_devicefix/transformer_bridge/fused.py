@@ -211,8 +211,6 @@ class BoundWrapper:
         for module in modules:
             names.setdefault(module, "point" if isinstance(module, HookPoint) else "module")
         self._harmless = {key for module in modules for key in _relay_hooks(module)}
-        # TransformerLens's list, which it fills in the block's first forward.
-        self._capture_handles = vars(wrapper).get("_capture_hook_handles", ())
         named = [(names[module], module) for module in modules]
         self._listeners = Listeners(wrapper, named, self._are_harmless)
         try:
@@ -258,7 +256,9 @@ class BoundWrapper:
         if not hooks.keys() <= self._harmless:
             # TransformerLens requests attentions in each forward, but nobody reads them.
             self._harmless |= {key for key, hook in hooks.items() if records(hook)}
-            self._harmless |= {handle.id for handle in self._capture_handles}
+            # It fills its list of them in the block's first forward.
+            handles = self._attributes.get("_capture_hook_handles", ())
+            self._harmless |= {handle.id for handle in handles}
         return hooks.keys() <= self._harmless
 
     def _check_attention(self, block: Any) -> frozenset[int]:
