@@ -340,6 +340,7 @@ _UNUSED = "_tl_devicefix_unused"
 _IDENTITY = HookPoint.forward
 _attributes_of = vars(nn.Module)["__dict__"].__get__
 """Like `vars`, without using the hook point."""
+_CONVERSION = "hook_conversion"  # of what hooks see
 _BLANK = vars(HookPoint())
 _EMPTY = _OF_MODULES | _OF_HOOK_POINTS
 """Names of a hook point's containers, which are empty in a blank one."""
@@ -352,7 +353,7 @@ def _is_blank(attributes: dict[str, object]) -> bool:
     """Return True for a hook point's attributes if it has no hooks, and nothing of a user's."""
     return (
         attributes.keys() == _BLANK.keys()
-        and _BLANK_KINDS.issuperset(map(type, attributes.values()))
+        and {*map(type, attributes.values())} - {type(attributes.get(_CONVERSION))} <= _BLANK_KINDS
         and not any(map(attributes.get, _EMPTY))
     )
 
@@ -423,7 +424,7 @@ class ViewBuilder:
     def of(self, model: nn.Module) -> Any:
         """Return the counterpart of a model, complete."""
         hf_model = getattr(model, "original_model", model)  # of a Bridge
-        self._of_model = {id(module) for root in {model, hf_model} for module in each_module(root)}
+        self._of_model = set(map(id, each_module(model, hf_model)))
         counterpart = self(model)
         # Use a loop: recursion would go as deep as modules refer to one another.
         while self._to_fill:
@@ -460,6 +461,8 @@ class ViewBuilder:
             self._counterparts[id(vars(value))] = attributes
             if kind is HookPoint and _is_blank(attributes):
                 attributes |= {_UNUSED: self._of_unused, **_NO_HOOKS}
+                if attributes.get(_CONVERSION) is not None:
+                    attributes[_CONVERSION] = self(attributes[_CONVERSION])
                 object.__setattr__(counterpart, "__class__", UnusedHookPoint)
                 return counterpart
             attributes[IN_VIEW] = True
