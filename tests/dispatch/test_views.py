@@ -19,7 +19,8 @@ from transformer_lens.hook_points import HookPoint
 
 import tl_devicefix
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.views import _State
+from tl_devicefix.dispatch.views import View, _State
+from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.fusing.listening import Listeners
 
 RESIDUAL = "blocks.3.hook_resid_post"
@@ -198,6 +199,42 @@ def test_a_fused_view_binds_no_block_that_its_model_has_bound(model, at_home, mo
         view.restore()
         nn.Linear(2, 2)  # a module of another model
     assert not bound
+
+
+def called_hooks(model, at_home):
+    """The modules of the last block whose hooks are called, each registered alone."""
+    called = []
+    for name, module in model.blocks[-1].named_modules():
+        note = lambda *given, name=name: called.append(name)  # noqa: E731
+        handle = module.register_forward_hook(note)
+        model(at_home)
+        handle.remove()
+    return called
+
+
+@fuses
+@pytest.mark.parametrize("bind_first", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2"])
+@pytest.mark.parametrize("assign", [False, pytest.param(True, marks=pytest.mark.hooked)])
+def test_a_fused_view_calls_hooks_on_any_module(bind_first, assign, model, at_home):
+    if assign:
+        model.blocks[-1].attn = copy.deepcopy(model.blocks[-1].attn)
+    expected = called_hooks(model, at_home)
+    tl_devicefix.fuse_blocks(model)
+    if bind_first:
+        model(at_home)
+    assert called_hooks(view_of(model).model, at_home) == expected
+
+
+@fuses
+def test_a_fused_blocks_view_looks_at_its_own_modules(model, at_home):
+    tl_devicefix.fuse_blocks(model)
+    model(at_home)
+    block = View(model.blocks[1]).model
+    bound = vars(block)[BOUND]
+    listeners = getattr(bound, "listeners", None) or bound._listeners
+    own = {id(vars(module)) for module in block.modules()}
+    assert set(map(id, listeners._attributes)) <= own
 
 
 def halve(activation, hook):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from model_classes import TransformerBridge
 from racing import asynchronous
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.placement.devices import storage_of
 from tl_devicefix.transformer_bridge import processing
 
 pytestmark = pytest.mark.bridge
@@ -35,6 +38,45 @@ def test_processed_weights_of_offloaded_blocks_are_pinned_too(load):
     with asynchronous(2):
         bridge = load("llama", device_map={"": 0, "blocks.2": "cpu"}, folded=True)
         assert all(parameter.is_pinned() for parameter in bridge.blocks[2].parameters())
+
+
+def joint_weights(bridge, kind, layer):
+    """A weight of block 0 or 1 that is a view of another, and that other one."""
+    block = bridge.blocks[layer]
+    part, joint = (block.attn.q, block.attn.qkv) if kind == "gpt2" else (block.mlp.gate, None)
+    hf_mlp = block.original_component.mlp
+    joint = hf_mlp.gate_up_proj if joint is None else joint
+    unwrap = lambda module: getattr(module, "original_component", module).weight  # noqa: E731
+    return unwrap(part), unwrap(joint)
+
+
+@pytest.mark.parametrize("where", ["simulated", "pinned"])
+@pytest.mark.parametrize("kind", ["gpt2", "phi-3"])
+@torch.no_grad()
+def test_joint_weights_stay_shared_with_offloaded_blocks(kind, where, load, tokens):
+    one = load(kind, device="cpu")
+    with asynchronous(2) if where == "pinned" else contextlib.nullcontext():
+        bridge = load(kind, device_map={"": 0, "blocks.1": "cpu"})
+        for layer in (0, 1):
+            part, joint = joint_weights(bridge, kind, layer)
+            assert storage_of(part) == storage_of(joint)
+            for model in (bridge, one):
+                joint_weights(model, kind, layer)[1].mul_(2)
+        assert_agrees(bridge(tokens), one(tokens), bridge.placement.home)
+
+
+@torch.no_grad()
+def test_a_hook_may_not_change_a_joint_weight_of_its_offloaded_block(load, tokens):
+    bridge = load("gpt2", device_map={"": 0, "blocks.1": "cpu"})
+    before = bridge(tokens)
+    for n in (0, 1):
+
+        def double(activation, hook, n=n):
+            joint_weights(bridge, "gpt2", 1)[n].mul_(2)
+
+        with pytest.raises(RuntimeError, match="if it shares its memory with no other weight"):
+            bridge.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_in", double)])
+    assert torch.equal(bridge(tokens), before)
 
 
 def test_bridge_folded_half_way_is_refused(machine, load, tokens, monkeypatch):

@@ -41,7 +41,7 @@ from tl_devicefix.dispatch.scheduler import encoding
 from tl_devicefix.dispatch.user_modules import WATCH, Watch
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.fusing.listening import HOOKS, IN_VIEW, count_assignment, count_hook
-from tl_devicefix.monkeypatch.patch import LIBRARIES, is_of_user, patches
+from tl_devicefix.monkeypatch.patch import LIBRARIES, is_of_user, package_of, patches
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -337,7 +337,7 @@ of its own, a view would have twice as many objects for the garbage collector to
 
 
 _UNUSED = "_tl_devicefix_unused"
-_IDENTITY = HookPoint.forward
+_IDENTITY = HookPoint.forward if package_of(HookPoint.forward) == "transformer_lens" else None
 _attributes_of = vars(nn.Module)["__dict__"].__get__
 """Like `vars`, without using the hook point."""
 _CONVERSION = "hook_conversion"  # of what hooks see
@@ -413,11 +413,12 @@ class ViewBuilder:
         """A state for each counterpart with attributes: modules, a Bridge's conversions, ..."""
         self.changed: list[_State] = []
         """The states of counterparts whose dicts were written to."""
-        self._of_unused = self.states, self.changed
+        self._of_unused = self.states, self.changed  # one tuple for thousands of hook points
         self.is_captured = False
         self._counterparts: dict[int, Any] = {}
         self._of_model: set[int] = set()  # each module's id
         self._to_fill: list[_State] = []
+        self._bound: list[tuple[dict[str, object], object]] = []
         self._owner: _State  # of the counterpart that is being filled
         self._handles: list[tuple[RemovableHandle, RemovableHandle]] = []
 
@@ -426,15 +427,22 @@ class ViewBuilder:
         hf_model = getattr(model, "original_model", model)  # of a Bridge
         self._of_model = set(map(id, each_module(model, hf_model)))
         counterpart = self(model)
-        # Use a loop: recursion would go as deep as modules refer to one another.
-        while self._to_fill:
-            self._fill(self._to_fill.pop())
+        self._fill_all()
+        # What is bound refers to modules' dicts, whose counterparts must exist by then.
+        for attributes, bound in self._bound:
+            attributes[BOUND] = self(bound)
+        self._fill_all()
         # Handles come last: each refers to its dict of hooks, whose counterpart must exist by then.
         for handle, new_handle in self._handles:
             hooks, number, *others = handle.__getstate__()
             extra = tuple(map(self.counterpart_of, others[0])) if others else ()
             new_handle.__setstate__((self.counterpart_of(hooks), number, extra))
         return counterpart
+
+    def _fill_all(self) -> None:
+        # Use a loop: recursion would go as deep as modules refer to one another.
+        while self._to_fill:
+            self._fill(self._to_fill.pop())
 
     def counterpart_of(self, value: object) -> Any:
         """Return the counterpart of a value, or the value if it has none."""
@@ -478,12 +486,15 @@ class ViewBuilder:
             value_kind = type(value)
             if value_kind in _PLAIN:
                 continue
-            if value_kind in _OWN_KINDS and _is_own(kind, name):
+            if name == BOUND:
+                self._bound.append((attributes, value))
+            elif value_kind in _OWN_KINDS and _is_own(kind, name):
                 if value:
                     attributes[name] = self._own(value)
                     state.is_hooked |= name in _OF_HOOK_POINTS
                 else:
                     state.give_own(name, value_kind)
+                    self._counterparts[id(value)] = attributes[name]
             elif kind is LensHandle or getattr(kind, "holds_users_hook", False):
                 attributes[name] = self._in_function(value)
             else:

@@ -151,10 +151,14 @@ class Listeners:
         now = RemovableHandle.next_id
         if as_of < 0 or now - as_of > _N_NOTED:
             return False
+        places = set()
         for number in range(as_of, now):
             noted, place = _noted[number % _N_NOTED]
-            if noted != number or place in map(id, self._attributes):
+            if noted != number:
                 return False
+            places.add(place)
+        if not places.isdisjoint(map(id, self._attributes)):
+            return False
         self._seen = now, *self._seen[1:]
         return True
 
@@ -165,7 +169,7 @@ class Listeners:
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
         hooked, listened = set(), []
-        for name, attributes in zip(self._each_name, self._attributes):
+        for name, attributes in zip(self._each_name, self._attributes, strict=True):
             if name in hooked:  # the first one stands for all
                 continue
             if any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -92,8 +93,11 @@ class BlockCopy:
             The name of a parameter that was changed while its copy was in use, if any.
         """
         changed = None
+        n_of_storage = Counter(storage_of(weight.host) for weight in self.weights)
         for weight, (_, state) in zip(self.weights, self._states):
-            is_changed = stamp(weight.host) != state
+            # Of weights that share memory, such as a Bridge's q and qkv, each has its own copy.
+            shares = n_of_storage[storage_of(weight.host)] > 1
+            is_changed = stamp(weight.host) != state or (shares and weight.is_edited())
             weight.swap_out(keep=is_changed)
             changed = weight.name if is_changed else changed
         self.drop()
@@ -128,8 +132,8 @@ def refuse_changed(name: str | None) -> None:
     if name is not None:
         raise RuntimeError(
             f"{name} of an offloaded block was changed or frozen while the block ran with a copy "
-            "of it: do so before the forward, or in a hook with the weight of its module "
-            "(model.blocks[2].mlp.W_out)"
+            "of it: do so before the forward, or, if it shares its memory with no other weight, in "
+            "a hook with the weight of its module (model.blocks[2].mlp.W_out)"
         )
 
 
@@ -142,6 +146,11 @@ class PrefetchedWeight:
             self.weight: torch.Tensor = _Copied.apply(self.host, copy)
         self._stamp = stamp(self.weight)
 
+    def is_edited(self) -> bool:
+        """Return True if a hook has changed the weight, which takes the parameter's place."""
+        is_in = self._module._parameters.get(self.name) is self.weight
+        return is_in and stamp(self.weight) != self._stamp
+
     def swap_in(self) -> None:
         """Replace the parameter with the weight."""
         # The weight has a graph, through which its gradient reaches the parameter.
@@ -152,10 +161,11 @@ class PrefetchedWeight:
 
         A parameter that a hook has assigned stays; with `keep`, its own values stay.
         """
+        is_edited = self.is_edited()
         if self._module._parameters.get(self.name) is not self.weight:
             return
         self._module._parameters[self.name] = self.host
-        if stamp(self.weight) != self._stamp and not keep:
+        if is_edited and not keep:
             with torch.no_grad():
                 self.host.copy_(self.weight)
 

@@ -30,7 +30,7 @@ from torch import nn
 from tl_devicefix.around import Args, Around, Forward, Kwargs
 from tl_devicefix.fusing.one_forward import forward_cache
 from tl_devicefix.offload.copying import BlockCopy, Place, keeping_on_host, refuse_changed
-from tl_devicefix.placement.devices import CPU, module_with_streams
+from tl_devicefix.placement.devices import CPU, SharedMemory, module_with_streams
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.types import Model
 
@@ -49,9 +49,10 @@ def pin(model: Model, placement: Placement) -> None:
     """Pin the weights of offloaded blocks: only pinned memory is copied asynchronously."""
     for block, device in _offloaded_blocks(model, placement):
         if module_with_streams(device) is not None:
+            sharing = SharedMemory(block)
             for parameter in block.parameters():
                 if parameter.device == CPU and not parameter.is_pinned():
-                    parameter.data = parameter.data.pin_memory()
+                    parameter.data = sharing.moved(parameter.data, torch.Tensor.pin_memory)
 
 
 def _offloaded_blocks(

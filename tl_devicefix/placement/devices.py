@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.around import Args, Forward, Kwargs
@@ -257,6 +260,35 @@ def stamp(tensor: torch.Tensor) -> tuple[object, ...]:
 def storage_of(tensor: torch.Tensor) -> int:
     """Return an identifier of a tensor's live storage, which its views share."""
     return tensor.untyped_storage()._cdata
+
+
+class SharedMemory:
+    """Moves a module's parameters one by one; those that share memory still share it then.
+
+    A Bridge's `attn.q` and `attn.qkv`, for example, are views of one tensor.
+
+    Args:
+        module: the module. Other parameters are moved without the rest of their memory.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        n_bytes = defaultdict[int, list[int]](list)
+        for parameter in module.parameters():
+            n_bytes[storage_of(parameter)].append(parameter.nbytes)
+        self._n_bytes = {storage: sum(each) for storage, each in n_bytes.items() if len(each) > 1}
+        self._moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def moved(
+        self, data: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a parameter's data as `move` returns it, or a view of the memory that it moved."""
+        storage, key = data.untyped_storage(), (storage_of(data), data.dtype)
+        if storage.nbytes() > self._n_bytes.get(storage_of(data), 0):
+            return move(data)
+        if key not in self._moved:
+            whole = data.as_strided((storage.nbytes() // data.itemsize,), (1,), 0)
+            self._moved[key] = move(whole)
+        return self._moved[key].as_strided(data.shape, data.stride(), data.storage_offset())
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import CPU, free_memory, printed
+from tl_devicefix.placement.devices import CPU, SharedMemory, free_memory, printed
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
@@ -68,6 +69,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
     def move(module: nn.Module, device: torch.device, stored_on: torch.device) -> None:
         if is_elsewhere(device):  # its weights have no values here and count as placed
             placed.update(map(id, (*module.modules(), *module.parameters())))
+        mover.sharing = SharedMemory(module)
         for submodule in module.modules():
             for name, parameter in submodule.named_parameters(recurse=False):
                 if id(parameter) not in placed and not parameter.is_meta:
@@ -85,9 +87,14 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
 
 
 class Mover:
-    """Moves tensors of modules. Buffers that modules on one device share stay shared."""
+    """Moves tensors of modules. Buffers that modules on one device share stay shared.
+
+    Attributes:
+        sharing: of the module whose parameters are moved, if they are all moved to one device.
+    """
 
     def __init__(self) -> None:
+        self.sharing: SharedMemory | None = None
         self._buffers: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def move(self, module: nn.Module, name: str, device: torch.device) -> None:
@@ -101,7 +108,10 @@ class Mover:
             module._buffers[name] = self._buffers[key][1]
         if parameter is not None:
             gradient = parameter.grad
-            parameter.data = parameter.data.to(device)
+            data = parameter.data
+            if data.device != device:
+                to = functools.partial(torch.Tensor.to, device=device)
+                parameter.data = self.sharing.moved(data, to) if self.sharing else to(data)
             if gradient is not None and gradient.device != device:
                 parameter.grad = gradient.to(device)
 
