@@ -55,6 +55,10 @@ def joint_weights(bridge, kind, layer):
 @torch.no_grad()
 def test_joint_weights_stay_shared_with_offloaded_blocks(kind, where, load, tokens):
     one = load(kind, device="cpu")
+    weights = one.blocks[1].parameters()
+    sizes = {storage_of(weight): weight.untyped_storage().nbytes() for weight in weights}
+    component = next(c for c in one.placement.components if c.name == "blocks.1")
+    assert component.weights == sum(sizes.values())
     with asynchronous(2) if where == "pinned" else contextlib.nullcontext():
         bridge = load(kind, device_map={"": 0, "blocks.1": "cpu"})
         for layer in (0, 1):
@@ -66,7 +70,7 @@ def test_joint_weights_stay_shared_with_offloaded_blocks(kind, where, load, toke
 
 
 @torch.no_grad()
-def test_a_hook_may_not_change_a_joint_weight_of_its_offloaded_block(load, tokens):
+def test_a_hook_may_not_change_an_offloaded_joint_weight(load, tokens):
     bridge = load("gpt2", device_map={"": 0, "blocks.1": "cpu"})
     before = bridge(tokens)
     for n in (0, 1):

@@ -187,7 +187,7 @@ def estimate(
         model = blueprint(config_or_model_name, dtype, options)
         seq_len = min(1024, model.n_ctx) if seq_len is None else seq_len
         if isinstance(cache, Sequence) and not isinstance(cache, str):
-            cache = ",".join(cache)
+            cache = ",".join(map(str, cache))
         job = Job(batch_size, seq_len, cache, max_new_tokens, gradients, fuse_blocks)
         on = partial(_estimate, model, job, device_map, max_memory)
         result = on(n_devices)
@@ -226,7 +226,8 @@ def _estimate(
     _check(job, model)
     size_by_device = _size_by_device(request.max_memory, request.n_devices)
     # If max_memory names the devices, pass no others: `decide` uses all that have a limit.
-    limits = request.max_memory if request.names_used else size_by_device
+    is_placed = request.device_map is not None and request.device_map not in STRATEGIES
+    limits = request.max_memory if request.names_used or is_placed else size_by_device
     # The simulated devices have no limit, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
