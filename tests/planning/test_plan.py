@@ -111,6 +111,11 @@ def test_estimate_advises_other_means_where_devices_do_not_help(options, first):
     assert "offloaded blocks" in advice
 
 
+def test_estimate_says_nothing_of_limits_that_nobody_gave(caplog):
+    estimate("gpt2", seq_len=8, device_map={"": 1})
+    assert "max_memory" not in caplog.text
+
+
 def test_the_command_fails_if_it_does_not_fit_and_gives_json(capsys):
     command = ["estimate", "gpt2", "--seq-len", "8"]
     assert main([*command, "--max-memory", "0=430MiB,1=430MiB"]) == 1

@@ -61,6 +61,9 @@ def test_joint_weights_stay_shared_with_offloaded_blocks(kind, where, load, toke
     assert component.weights == sum(sizes.values())
     with asynchronous(2) if where == "pinned" else contextlib.nullcontext():
         bridge = load(kind, device_map={"": 0, "blocks.1": "cpu"})
+        before = bridge.placement
+        bridge.to(torch.float32)  # weighs it again
+        assert bridge.placement.components == before.components
         for layer in (0, 1):
             part, joint = joint_weights(bridge, kind, layer)
             assert storage_of(part) == storage_of(joint)

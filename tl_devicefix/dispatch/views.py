@@ -429,9 +429,10 @@ class ViewBuilder:
         counterpart = self(model)
         self._fill_all()
         # What is bound refers to modules' dicts, whose counterparts must exist by then.
-        for attributes, bound in self._bound:
+        while self._bound:
+            attributes, bound = self._bound.pop()
             attributes[BOUND] = self(bound)
-        self._fill_all()
+            self._fill_all()
         # Handles come last: each refers to its dict of hooks, whose counterpart must exist by then.
         for handle, new_handle in self._handles:
             hooks, number, *others = handle.__getstate__()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.misspelt import shown
-from tl_devicefix.placement.elsewhere import NOBODY, Elsewhere, is_elsewhere
+from tl_devicefix.placement.elsewhere import NOBODY, Elsewhere, TensorElsewhere, is_elsewhere
 
 DEVICE_TYPE = "sim"
 """The type of simulated devices."""
@@ -260,6 +260,19 @@ def stamp(tensor: torch.Tensor) -> tuple[object, ...]:
 def storage_of(tensor: torch.Tensor) -> int:
     """Return an identifier of a tensor's live storage, which its views share."""
     return tensor.untyped_storage()._cdata
+
+
+def parameter_bytes(module: nn.Module) -> list[int]:
+    """Return the bytes of a module's parameters; one number for those that share memory."""
+    sizes: dict[int, int] = {}
+    for tensor in module.parameters():
+        # Asking a tensor of another host for its storage would fetch it.
+        is_here = not isinstance(tensor, TensorElsewhere)
+        key = storage_of(tensor) if is_here else id(tensor)
+        sizes[key] = sizes.get(key, 0) + tensor.nbytes
+        if is_here:
+            sizes[key] = min(sizes[key], tensor.untyped_storage().nbytes())
+    return list(sizes.values())
 
 
 class SharedMemory:

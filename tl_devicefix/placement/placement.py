@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from tl_devicefix.misspelt import UnknownName, did_you_mean
-from tl_devicefix.placement.devices import CPU, DeviceLike, has_slash, others, resolve
+from tl_devicefix.placement.devices import (
+    CPU,
+    DeviceLike,
+    has_slash,
+    others,
+    parameter_bytes,
+    resolve,
+)
 from tl_devicefix.placement.elsewhere import Elsewhere, is_elsewhere
 from tl_devicefix.placement.memory import format_table, gib
 
@@ -205,7 +212,7 @@ class Placement:
         """Return this placement with the present sizes of a model's components."""
         weighed = dict(self._by_name)
         for component, module in self.modules_of(model):
-            weights = sum(tensor.nbytes for tensor in module.parameters())
+            weights = sum(parameter_bytes(module))
             buffers = sum(tensor.nbytes for tensor in module.buffers())
             weighed[component.name] = replace(component, weights=weights, buffers=buffers)
         return Placement(tuple(weighed.values()), self.others)

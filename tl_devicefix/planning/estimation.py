@@ -18,7 +18,7 @@ from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
-from tl_devicefix.placement.devices import CPU, DeviceLike
+from tl_devicefix.placement.devices import CPU, DeviceLike, parameter_bytes
 from tl_devicefix.placement.memory import MaxMemory, by_device, gib, parse_bytes
 from tl_devicefix.placement.placement import Placement, in_short, shared_buffer_bytes
 from tl_devicefix.planning.dry_run import OnDevice, memory_table, record_run, refuse_cpu
@@ -262,7 +262,7 @@ def _estimate(
         if on_host:
             names, weights = in_short([c.name for c in on_host]), sum(c.weights for c in on_host)
             blocks = [module for one, module in placement.modules_of(live) if one.offloaded]
-            sizes = [weight.nbytes for block in blocks for weight in block.parameters()]
+            sizes = [size for block in blocks for size in parameter_bytes(block)]
             # torch rounds each pinned tensor up to a power of two.
             pinned = sum(1 << (size - 1).bit_length() for size in sizes)
             peak = pinned + weights * job.gradients  # a gradient is as large as its parameter

@@ -23,7 +23,7 @@ from tl_devicefix.dispatch.views import View, ViewBuilder
 from tl_devicefix.gathering.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
-from tl_devicefix.placement.devices import CPU, resolve_to_move, storage_of, with_index
+from tl_devicefix.placement.devices import CPU, parameter_bytes, resolve_to_move, with_index
 from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement, placement_of
@@ -131,16 +131,12 @@ def placement_as_it_lies(bridge: TransformerBridge) -> Placement | None:
     """Return where a Bridge's weights are; None if one is on meta, or a component is split."""
     placed = []
     for name, module in bridge_components(bridge):
-        tensors = list(module.parameters())
-        devices = {with_index(tensor.device) for tensor in tensors}
+        devices = {with_index(tensor.device) for tensor in module.parameters()}
         if torch.device("meta") in devices or len(devices) > 1:
             return None
         if devices:
-            n_bytes: dict[int, int] = {}
-            for tensor in tensors:  # parts of a joint projection are views of it
-                size = n_bytes.get(storage_of(tensor), 0) + tensor.nbytes
-                n_bytes[storage_of(tensor)] = min(size, tensor.untyped_storage().nbytes())
-            placed.append(PlacedComponent(name, sum(n_bytes.values()), device=devices.pop()))
+            nbytes = sum(parameter_bytes(module))
+            placed.append(PlacedComponent(name, nbytes, device=devices.pop()))
     placed.sort(key=lambda component: component.name != "embed")  # the first one's device is home
     return Placement(tuple(placed)) if placed else None
 
