@@ -205,11 +205,10 @@ class _State:
 
     def give_own(self, name: str, container: type) -> None:
         """Replace an empty container that is an attribute, unless views share it."""
-        kind = _kind_if_empty(self.kind, name, container)
-        if kind is not None:
-            own = self.attributes[name] = kind()
-            if kind in _NOTES:
-                own.owner = self
+        if name in _MODULE_DICTS and issubclass(self.kind, HookPoint):
+            self.attributes[name] = {}  # no run may fill it: see `kept_setting`
+        elif name not in _SHARED_IF_EMPTY:
+            self.attributes[name] = self.new(container)
 
     def note(self) -> None:
         """Note the contents, before one of them changes for the first time in a run."""
@@ -614,14 +613,6 @@ def _is_own(kind: type, name: str) -> bool:
         or (issubclass(kind, HookPoint) and name in _OF_HOOK_POINTS)
         or (_is_of(kind, _KNOWN_LIBRARIES) and name.startswith("_"))
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind_if_empty(kind: type, name: str, container: type) -> Any:
-    """Return the class of an empty container of a counterpart, or None if views share it."""
-    if name in _MODULE_DICTS and issubclass(kind, HookPoint):
-        return container  # no run may fill it: see `kept_setting`
-    return None if name in _SHARED_IF_EMPTY else _NOTING.get(container, container)
 
 
 def _referents(function: types.FunctionType) -> Iterator[object]:

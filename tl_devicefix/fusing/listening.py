@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import chain, count
 from operator import itemgetter
 from typing import Any
@@ -106,15 +106,14 @@ class Listeners:
     def __init__(
         self,
         block: nn.Module,
-        named: Iterable[tuple[str, nn.Module]],
+        named: Sequence[tuple[str, nn.Module]],
         are_harmless: Callable[[dict[int, Any]], bool] = operator.not_,
     ) -> None:
         _count_assignments()
         self._n_assigned = _n_assigned
         _watched.update(block.modules())
-        modules = list(named)
-        self._each_name = [name for name, _ in modules]
-        self._attributes = [module.__dict__ for _, module in modules]
+        self._each_name = [name for name, _ in named]
+        self._attributes = [module.__dict__ for _, module in named]
         self.names = frozenset(self._each_name)
         self._are_harmless = are_harmless
         # The next hook's number when we looked last, the names of the modules that had hooks, and

@@ -55,6 +55,11 @@ _NAMED_IN_MAPS = ("embed", "pos_embed", "ln_final", "unembed")
 """Components that a dict must cover, besides all blocks; others may be left out."""
 
 
+def names_places(device_map: DeviceMap | None) -> bool:
+    """Return True if a map says where components are: it is neither None nor a strategy."""
+    return device_map is not None and device_map not in STRATEGIES
+
+
 def decide_fitting(
     sizes: Sequence[ComponentSize],
     n_devices: int | None = None,
@@ -64,8 +69,7 @@ def decide_fitting(
 ) -> Placement:
     """Decide where components of these sizes live; raise an error if they do not fit."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
-    is_given = device_map is not None and device_map not in STRATEGIES
-    check_fit(placement, max_memory, is_given)
+    check_fit(placement, max_memory, is_given=names_places(device_map))
     in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     limited = max_memory if isinstance(max_memory, Mapping) else ()
     indices = [named for named in (device, *in_map, *limited) if type(named) is int]
@@ -92,7 +96,7 @@ def decide(
         )
     if n_devices is not None and (type(n_devices) is not int or n_devices < 1):
         raise ValueError(f"n_devices must be an int of 1 or more, but is {shown(n_devices)}")
-    if device_map is not None and device_map not in STRATEGIES:
+    if device_map is not None and names_places(device_map):
         if not isinstance(device_map, Mapping):
             if not is_device(device_map):
                 raise ValueError(

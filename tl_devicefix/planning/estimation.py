@@ -17,7 +17,7 @@ import torch
 from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
-from tl_devicefix.placement.deciding import STRATEGIES, DeviceMap, decide
+from tl_devicefix.placement.deciding import DeviceMap, decide, names_places
 from tl_devicefix.placement.devices import CPU, DeviceLike, parameter_bytes
 from tl_devicefix.placement.memory import MaxMemory, by_device, gib, parse_bytes
 from tl_devicefix.placement.placement import Placement, in_short, shared_buffer_bytes
@@ -193,8 +193,7 @@ def estimate(
         result = on(n_devices)
         if result.fits:
             return result
-        is_placed = device_map is not None and device_map not in STRATEGIES
-        may_be_more = not (is_placed or isinstance(max_memory, Mapping))
+        may_be_more = not (names_places(device_map) or isinstance(max_memory, Mapping))
         # Try no more devices than blocks (others would be empty), and no more than 16.
         most = min(16, model.n_layers) if may_be_more else 0
         counts = range((n_devices or 1) + 1, most + 1)
@@ -225,9 +224,10 @@ def _estimate(
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     size_by_device = _size_by_device(request.max_memory, request.n_devices)
-    # If max_memory names the devices, pass no others: `decide` uses all that have a limit.
-    is_placed = request.device_map is not None and request.device_map not in STRATEGIES
-    limits = request.max_memory if request.names_used or is_placed else size_by_device
+    # If max_memory or device_map names the devices, pass no limits of others: `decide` uses all
+    # that have one, and warns of those that a map leaves out.
+    is_placed = request.names_used or names_places(request.device_map)
+    limits = request.max_memory if is_placed else size_by_device
     # The simulated devices have no limit, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
