@@ -211,8 +211,10 @@ def versions(session: nox.Session) -> None:
     for old in results.glob("*.xml"):
         old.unlink()
     # One environment for all: only TransformerLens changes, and for 2.x what is older beside it.
+    this = ["-e", ".", "pytest"]  # installed once
     for version in sorted({*EVERY_VERSION} - IN_TESTS, reverse=True):
-        install(session, version, "-e", ".", "pytest")
+        install(session, version, *this)
+        this.clear()
         has_both = all(version in of for of in VERSIONS.values())
         options = [f"--junitxml={results / version}.xml", *["--both"] * has_both]
         paths = session.posargs or (*ON_EVERY_VERSION, *MORE_ON.get(version, ()))
