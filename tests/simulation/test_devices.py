@@ -339,16 +339,3 @@ def test_a_hook_may_handle_an_error_of_its_own(machine):
             gradient + torch.ones(3, device="sim:1")
 
     hooked(recover)(torch.ones(3, device="sim:0", requires_grad=True))
-
-
-def test_a_simulation_may_be_entered_again_after_it_is_left():
-    simulation = simulate(2)
-    for _ in range(2):
-        with simulation as machine:
-            torch.ones(4, device="sim:1")
-            with (
-                pytest.raises(RuntimeError, match="simulate is entered already, with 2 device"),
-                simulation,
-            ):
-                pass
-        assert machine.max_memory_allocated("sim:1") == 16
