@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -69,14 +68,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def parse_bytes(size: int | str, called: str = "memory") -> int:
     """Return a size in bytes, from a number of bytes or accelerate's notation ("8GiB", "500MB")."""
     n_bytes: float = size if type(size) is int else -1
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
-        with suppress(ValueError):
-            base = 1024 if match and "i" in match[2].lower() else 1000
-            power = _PREFIXES.index(match[2][0].upper()) if match else 0
-            n_bytes = float(match[1]) * base**power if match else -1
-        if match and match[2].endswith("b") and "i" not in match[2].lower():
-            n_bytes = -1  # accelerate reads "Gb" as bits, but users mean bytes
+    if match := re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT])(i?)B\s*", str(size)):
+        base = 1024 if match[3] else 1000
+        n_bytes = float(match[1]) * base ** _PREFIXES.index(match[2])
     if not 0 <= n_bytes <= _MAX_BYTES:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "

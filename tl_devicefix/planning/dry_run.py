@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.fusing import fused
-from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import CPU, DEVICE_TYPE
@@ -166,16 +165,6 @@ def dry_run(
         ValueError: if the model does not fit, or the arguments contradict each other.
         TypeError: for an unknown argument; the message suggests a similar one.
     """
-    if not callable(run):
-        raise ValueError(
-            f"run, the second argument, must be a function to call with the model, but is "
-            f"{shown(run)}"
-        )
-    if isinstance(tokenizer, str):
-        raise ValueError(
-            f"tokenizer must be a loaded tokenizer, but is {tokenizer!r}: pass "
-            f"AutoTokenizer.from_pretrained({tokenizer!r})"
-        )
     check_options(dry_run, config_or_model_name, options, cls)
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
