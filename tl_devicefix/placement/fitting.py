@@ -49,7 +49,7 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
     if over:
         if held:
             over.append(f"where earlier models hold {gib(held)} until you `del` them")
-        remedy, offload = "use more devices,", "" if CPU in (limits or {}) else _OFFLOAD
+        remedy, offload = "use more devices,", "" if CPU in limits else _OFFLOAD
         if is_given:
             remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
         raise ValueError(
@@ -81,7 +81,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
             placed.add(id(submodule))
 
     for component, module in placement.modules_of(model):
-        with naming_full_devices(model, placement, component.name):
+        with naming_full_devices(placement, component.name):
             move(module, component.device, component.stored_on)
     move(rest, placement.home, placement.home)
 
@@ -117,30 +117,20 @@ class Mover:
 
 
 @contextlib.contextmanager
-def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str) -> Iterator[None]:
+def naming_full_devices(placement: Placement | None, unit: str) -> Iterator[None]:
     """Turn an out-of-memory error into one that names the device, the unit and the remedy."""
     try:
         yield
     except RuntimeError as error:
         if placement is None or not is_out_of_memory(error):
             raise
-        raise _out_of_memory(error, model, placement, unit) from error
-
-
-# Keep this a separate function: its caller's frame stays in the traceback, with all its locals.
-def _out_of_memory(
-    error: BaseException, model: nn.Module, placement: Placement, unit: str
-) -> torch.OutOfMemoryError:
-    # A full host raises a plain RuntimeError, so the error's type shows which memory is full.
-    on_device = isinstance(error, torch.OutOfMemoryError)
-    device = placement.device_for(unit, is_weight=not on_device)
-    tensors = (*model.parameters(), *model.buffers())
-    held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-    # Keep three sentences: torch goes on with advice on its allocator.
-    reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
-    return torch.OutOfMemoryError(
-        f"{printed(device)} ran out of memory while {unit} was brought there or processed: "
-        f"{gib(held)} of the {gib(placement.bytes_on(device))} planned for it were there, and no "
-        f"more would fit ({reason}); free memory that others hold there, or load again with less "
-        "on it: a smaller max_memory for it, more devices or a smaller dtype"
-    )
+        # A full host raises a plain RuntimeError, so the error's type shows which memory is full.
+        device = placement.device_for(unit, is_weight=not isinstance(error, torch.OutOfMemoryError))
+        # Keep three sentences: torch goes on with advice on its allocator.
+        reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
+        raise torch.OutOfMemoryError(
+            f"{printed(device)} ran out of memory while {unit} was brought there or processed, "
+            f"with {gib(placement.bytes_on(device))} planned for it ({reason}); free memory that "
+            "others hold there, or load again with less on it: a smaller max_memory for it, more "
+            "devices or a smaller dtype"
+        ) from error

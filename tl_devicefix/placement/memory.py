@@ -22,10 +22,10 @@ _PREFIXES, _MAX_BYTES = " KMGT", 2**60
 
 def by_device(
     max_memory: MaxMemory | Limits | None, home: torch.device, devices: Sequence[torch.device] = ()
-) -> Limits | None:
+) -> Limits:
     """Resolve the devices in `max_memory`, and parse its sizes; one size is for all `devices`."""
     if max_memory is None:
-        return None
+        return {}
     if isinstance(max_memory, int | str):
         return dict.fromkeys(devices, _parse_limit(max_memory, "max_memory"))
     if not isinstance(max_memory, Mapping):
@@ -49,12 +49,12 @@ def _parse_limit(limit: int | str, called: str) -> int:
     return n_bytes
 
 
-def capacity(device: torch.device, limits: Limits | None) -> int | None:
+def capacity(device: torch.device, limits: Limits) -> int | None:
     """Return the bytes to use on `device`, the smaller of its free memory and the user's limit.
 
     None if neither is known.
     """
-    free, allowed = free_memory(device), (limits or {}).get(device)
+    free, allowed = free_memory(device), limits.get(device)
     return allowed if free is None else free if allowed is None else min(allowed, free)
 
 

@@ -181,7 +181,7 @@ def dry_run(
             fused.fuse_blocks(model)
         outcome = record_run(machine, model, placement, run)
         if memory == _USUAL_MEMORY:
-            limits = by_device(request.max_memory, placement.home, placement.devices) or {}
+            limits = by_device(request.max_memory, placement.home, placement.devices)
             _warn_of_limits(outcome, [limits.get(device) for device in machine.devices])
     if tokenizer is None and outcome.error is not None and "tokenizer" in str(outcome.error):
         note(outcome.error, "pass tokenizer= to dry_run, or tokens instead of text")

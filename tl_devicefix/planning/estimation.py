@@ -232,7 +232,7 @@ def _estimate(
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
         refuse_cpu(placement)
-        capacities = by_device(size_by_device, placement.home) or {}
+        capacities = by_device(size_by_device, placement.home)
         live = model.make(placement)
         _check_cache(job, live)
         if job.fuse_blocks:

@@ -234,7 +234,7 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
     def process(unit: Unit) -> None:
         if verbose:
             print(f"Processing {unit.name}")
-        with naming_full_devices(bridge, placement_of(bridge), unit.name):
+        with naming_full_devices(placement_of(bridge), unit.name):
             _process_unit(bridge, unit, processing)
 
     todo = []  # without other hosts' units, whose weights have no values here
