@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 def gathering_device(model: object) -> torch.device | None:
     """Return the device on which to combine a model's weights; None to leave them in place."""
-    chosen, placement = chosen_device(home_of(model)), spread_placement(model)
+    chosen, placement = chosen_device(), spread_placement(model)
     return placement.home if chosen is None and placement is not None else chosen
 
 
@@ -200,7 +200,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
     @property
     def home(self) -> torch.device:
         """The device that every read brings the tensor to: `gather_on`'s, or the cache's own."""
-        return chosen_device(self._home) or self._home
+        return chosen_device() or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return move(_read(super().__getitem__(name)), self.home)
@@ -389,7 +389,7 @@ def _in_place(cache: ActivationCache) -> ActivationCache:
 def _read_on(cache: ActivationCache) -> torch.device | None:
     """Return the device on which a cache is read; None to leave activations where they are."""
     model = cache.model
-    if (chosen := chosen_device(home_of(model))) is not None:
+    if (chosen := chosen_device()) is not None:
         return chosen
     if isinstance(cache.cache_dict, CacheAtHome):
         return cache.cache_dict.home
