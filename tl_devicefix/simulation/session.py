@@ -171,9 +171,7 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
         stack.enter_context(patch.object(owner, name, backward.registering(getattr(owner, name))))
-    function = torch.autograd.function.BackwardCFunction
     saved = torch.autograd.graph.saved_tensors_hooks
-    stack.enter_context(patch.object(function, "apply", backward.applying(function.apply)))
     stack.enter_context(patch.object(saved, "__init__", backward.saving(saved.__init__)))
 
 
