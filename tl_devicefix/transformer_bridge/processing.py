@@ -38,7 +38,7 @@ from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere
-from tl_devicefix.offload.prefetch import pin
+from tl_devicefix.offload import pin
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.fitting import naming_full_devices
