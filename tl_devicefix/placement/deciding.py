@@ -68,7 +68,7 @@ def decide_fitting(
 ) -> Placement:
     """Decide where components of these sizes live; raise an error if they do not fit."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
-    check_fit(placement, max_memory, is_given=names_places(device_map))
+    check_fit(placement, max_memory)
     in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     limited = max_memory if isinstance(max_memory, Mapping) else ()
     indices = [named for named in (device, *in_map, *limited) if type(named) is int]

@@ -9,15 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import CPU, SharedMemory, free_memory, printed
+from tl_devicefix.placement.devices import SharedMemory, free_memory, printed
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
-
-_OFFLOAD = ", or offload blocks: name 'cpu' in max_memory"
-_OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
@@ -26,17 +23,8 @@ def working_room(placement: Placement, dtype: torch.dtype) -> int:
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
 
-def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool) -> None:
-    """Check that each device has room for its share, and the host for offloaded blocks.
-
-    Args:
-        placement: the placement to check.
-        max_memory: the user's limits.
-        is_given: True if a user's map says where each component is; the remedies then differ.
-
-    Raises:
-        ValueError: if a device has less room than its share needs.
-    """
+def check_fit(placement: Placement, max_memory: MaxMemory | None) -> None:
+    """Raise a ValueError if a device, or the host, has less room than its share needs."""
     limits = by_device(max_memory, placement.home, placement.devices)
     over, held = [], 0
     for memory in placement.memories:
@@ -49,12 +37,10 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
     if over:
         if held:
             over.append(f"where earlier models hold {gib(held)} until you `del` them")
-        remedy, offload = "use more devices,", "" if CPU in limits else _OFFLOAD
-        if is_given:
-            remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
         raise ValueError(
-            f"the weights do not fit: {', '.join(over)}; {remedy} a larger max_memory or a "
-            f"smaller dtype{offload}"
+            f"the weights do not fit: {', '.join(over)}; use more devices, a larger max_memory or "
+            "a smaller dtype, put less there in device_map, or offload blocks: name 'cpu' in "
+            "max_memory or device_map"
         )
 
 
