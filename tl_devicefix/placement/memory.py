@@ -17,7 +17,7 @@ size that applies to every device."""
 Limits = Mapping[torch.device, int]
 """A `MaxMemory` with each device as a `torch.device`, and sizes in bytes."""
 
-_PREFIXES, _MAX_BYTES = " KMGT", 2**60
+_PREFIXES = " KMGT"
 
 
 def by_device(
@@ -27,7 +27,7 @@ def by_device(
     if max_memory is None:
         return {}
     if isinstance(max_memory, int | str):
-        return dict.fromkeys(devices, _parse_limit(max_memory, "max_memory"))
+        return dict.fromkeys(devices, parse_bytes(max_memory, "max_memory"))
     if not isinstance(max_memory, Mapping):
         raise ValueError(
             "max_memory must be a size for each device, such as '20GiB', or a dict from devices to "
@@ -39,14 +39,8 @@ def by_device(
             named = resolve(key, home)
         except ValueError as error:
             raise ValueError(f"max_memory names {shown(key)}, but {error}") from error
-        limits.setdefault(named, _parse_limit(limit, f"max_memory[{key!r}]"))
+        limits.setdefault(named, parse_bytes(limit, f"max_memory[{key!r}]"))
     return limits
-
-
-def _parse_limit(limit: int | str, called: str) -> int:
-    if (n_bytes := parse_bytes(limit, called)) in range(1, 1000):  # no device has so few
-        raise ValueError(f"{called} is {n_bytes} bytes: did you mean '{n_bytes}GiB'?")
-    return n_bytes
 
 
 def capacity(device: torch.device, limits: Limits) -> int | None:
@@ -71,7 +65,7 @@ def parse_bytes(size: int | str, called: str = "memory") -> int:
     if match := re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT])(i?)B\s*", str(size)):
         base = 1024 if match[3] else 1000
         n_bytes = float(match[1]) * base ** _PREFIXES.index(match[2])
-    if not 0 <= n_bytes <= _MAX_BYTES:
+    if n_bytes < 0:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
             f"capital B, but is {shown(size)}"
