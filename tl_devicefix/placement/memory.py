@@ -26,13 +26,8 @@ def by_device(
     """Resolve the devices in `max_memory`, and parse its sizes; one size is for all `devices`."""
     if max_memory is None:
         return {}
-    if isinstance(max_memory, int | str):
-        return dict.fromkeys(devices, parse_bytes(max_memory, "max_memory"))
     if not isinstance(max_memory, Mapping):
-        raise ValueError(
-            "max_memory must be a size for each device, such as '20GiB', or a dict from devices to "
-            f"sizes, such as {{0: '20GiB', 1: '40GiB'}}, but is {shown(max_memory)}"
-        )
+        return dict.fromkeys(devices, parse_bytes(max_memory, "max_memory"))
     limits: dict[torch.device, int] = {}
     for key, limit in max_memory.items():
         try:
