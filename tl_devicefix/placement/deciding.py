@@ -251,16 +251,12 @@ def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompon
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
     """Return the device that a map gives for a component; an index is of home's type."""
-    if not is_device(named) or str(named) == "meta":
-        raise ValueError(
-            f"device_map puts {component} on {shown(named)}, but that is not a device for weights: "
-            f"give an index, or a name such as {printed(default_device())!r}; blocks on 'cpu' are "
-            f"offloaded to host memory"
-        )
     try:
         device = resolve(named, home)
     except ValueError as error:
-        raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
+        raise ValueError(f"device_map puts {component} on {shown(named)}, but {error}") from error
+    if str(device) == "meta":
+        raise ValueError(f"device_map puts {component} on 'meta', where it would have no values")
     # Allow a `torch.device`: a worker's map puts embeddings on the driver's device.
     if not names_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
         raise ValueError(
