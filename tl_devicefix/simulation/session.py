@@ -49,7 +49,7 @@ def simulate(
             `tl_devicefix.dry_run`.
 
     Yields:
-        The machine, which counts transfers and memory.
+        The machine, which counts transfers and memory. Call `simulate` again for another one.
 
     Raises:
         RuntimeError: if torch is another version, if the process has another backend of this
