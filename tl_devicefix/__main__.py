@@ -9,12 +9,10 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from textwrap import dedent, indent
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 from tl_devicefix import __version__
-from tl_devicefix.misspelt import did_you_mean
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,55 +46,21 @@ def _set_up() -> None:
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose help ends with examples; options cannot be abbreviated."""
-
-    def __init__(self, examples: str = "", **options: Any) -> None:
-        as_written = argparse.RawDescriptionHelpFormatter  # does not wrap examples
-        epilog = f"examples:\n{indent(dedent(examples).strip(), '  ')}"
-        # Refuse abbreviations: an option added later may begin with the same letters.
-        super().__init__(allow_abbrev=False, epilog=epilog, formatter_class=as_written, **options)
-
-    def parse_known_args(  # type: ignore[override]  # argparse takes any namespace
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Refuse an unknown option: show its command's usage, and suggest a similar option."""
-        chosen, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            nearest = did_you_mean(unknown[0].partition("=")[0], known)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest}")
-        return chosen, unknown
-
-
-_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m tl_devicefix",
-        description="TransformerLens models across several devices.",
-        examples="""
-            python -m tl_devicefix demo
-            python -m tl_devicefix estimate meta-llama/Llama-3.1-70B --n-devices 4 --dtype bfloat16
-            python -m tl_devicefix estimate --help
-        """,
+    parser = argparse.ArgumentParser(
+        prog="python -m tl_devicefix", description="TransformerLens models across several devices."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
-        "demo",
-        help="load the shipped checkpoint across several devices and look at its heads",
-        examples="python -m tl_devicefix demo --n-devices 2",
+        "demo", help="load the shipped checkpoint across several devices and look at its heads"
     )
     demo.add_argument("--n-devices", type=int, default=4, help="default: %(default)s")
     selfcheck = commands.add_parser(
-        "selfcheck",
-        help="check this machine's devices; exit status 1 if they cannot be trusted",
-        examples="""
-            python -m tl_devicefix selfcheck
-            python -m tl_devicefix selfcheck --device xpu
-        """,
+        "selfcheck", help="check this machine's devices; exit status 1 if they cannot be trusted"
     )
     selfcheck.add_argument(
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
@@ -112,12 +76,6 @@ def _add_estimate(commands: _Commands) -> None:
         help="what a job takes on each device, and whether it fits; exit status 1 if it does not",
         description="What a job takes on each device, and whether it fits. Nothing is loaded, and "
         "no devices are needed.",
-        examples="""
-            python -m tl_devicefix estimate gpt2-xl
-            python -m tl_devicefix estimate meta-llama/Llama-3.1-70B --n-devices 4 \\
-                --dtype bfloat16 --seq-len 2048 --cache resid_post
-            python -m tl_devicefix estimate ./my_checkpoint --max-memory 0=24GiB,1=24GiB,cpu=200GiB
-        """,
     )
     estimate.add_argument("model", help="a name, or a local checkpoint directory")
     estimate.add_argument(
@@ -167,10 +125,6 @@ def _add_activations(commands: _Commands) -> None:
     activations = commands.add_parser(
         "activations",
         help="look at activations on disk; exit status 1 if something is wrong",
-        examples="""
-            python -m tl_devicefix activations info runs/resid_post
-            python -m tl_devicefix activations verify runs/resid_post
-        """,
     )
     activations.add_argument(
         "action",

@@ -92,10 +92,6 @@ def test_selfcheck_notices_a_corrupted_copy(capsys, monkeypatch):
         ("--help", "{demo,selfcheck,estimate,activations}"),
         ("--version", tl_devicefix.__version__),
         ("estimate", "the following arguments are required: model"),
-        (
-            "estimate gpt2 --n-device=4",
-            "unrecognized arguments: --n-device=4; did you mean '--n-devices'?",
-        ),
     ],
 )
 def test_help_and_mistakes_print_usage_and_exit_status(arguments, says, capsys):

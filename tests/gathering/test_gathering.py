@@ -68,7 +68,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_copied(model, machine, mo
     with gather_on("cpu"):
         assert model.W_in.device == CPU
         left = SimpleNamespace(available=1000)
-        monkeypatch.setattr(tl_devicefix.gathering.gathering.psutil, "virtual_memory", lambda: left)
+        monkeypatch.setattr(tl_devicefix.gathering.psutil, "virtual_memory", lambda: left)
         with pytest.raises(torch.OutOfMemoryError, match="block by block"):
             _ = model.W_in
 

@@ -28,7 +28,7 @@ NONSENSE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a kind of device that does not exist": ({"device": "gpu:0"}, ("'gpu:0'", "'cuda:0'")),
     "devices after the last": (
         {"n_devices": 2, "device": device(3)},
-        (repr(device(3)), "this machine has 4 device(s) of type", "1 from there on"),
+        (repr(device(3)), "this machine has 4 device(s) of type"),
     ),
     "an index in quotes": (
         {"max_memory": {"0": "1GiB"}},

@@ -12,7 +12,7 @@ from kinds import home_of
 from offloads import HOST, assert_at_rest
 
 import tl_devicefix
-from tl_devicefix.offload.copying import BlockCopy, Place, PrefetchedWeight, keeping_on_host
+from tl_devicefix.offload import BlockCopy, Place, PrefetchedWeight, keeping_on_host
 
 pytestmark = pytest.mark.hooked
 

@@ -316,7 +316,6 @@ STATES = {
     "default device": lambda: torch.device(device(2)),
     "gather_on": lambda: tl_devicefix.gather_on("cpu"),
     "mix_devices": tl_devicefix.mix_devices,
-    "saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
 }
 
 
@@ -332,7 +331,6 @@ def what_is_in_force(model, batch):
         device_of(lambda: torch.ones(1)),
         device_of(lambda: torch.ones(1, device=device(0)) + torch.ones(1, device=device(3))),
         str(model.W_in.device),
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
         torch.get_num_threads(),
     )
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from model_classes import BRIDGE
 
-from tl_devicefix import gather_on, simulate
+from tl_devicefix import simulate
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import default_device
 
@@ -45,24 +45,6 @@ def test_number_means_a_device_of_the_home_devices_type(load, options, expected)
     model = load("gpt2", **options)
     assert where(model) == expected
     assert model.cfg.device == str(model.placement.home) == expected[0]
-
-
-def test_gather_on_takes_a_number_of_the_home_devices_type(load, tokens):
-    model = load("gpt2", device="sim:0", n_devices=2)
-    _, cache = model.run_with_cache(tokens.to("sim:0"))
-    seen = []
-    with gather_on(3):
-        assert model.W_in.device == torch.device("sim:3")
-        assert cache["resid_post", 0].device == torch.device("sim:3")
-        steered = torch.ones((), device="sim:3")
-        model.run_with_hooks(
-            tokens.to("sim:0"),
-            fwd_hooks=[("blocks.0.hook_resid_post", lambda act, hook: seen.append(act + steered))],
-        )
-    assert seen[0].device == torch.device("sim:0")
-    assert model.W_in.device == torch.device("sim:0")
-    with pytest.raises(ValueError, match="device '4' does not exist"), gather_on(4):
-        model.W_in  # noqa: B018
 
 
 def test_spread_model_moves_to_a_number_as_to_its_name(load, model_class):

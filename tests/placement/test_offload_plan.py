@@ -112,9 +112,9 @@ def test_offloaded_blocks_alternate_evenly_with_resident_ones(
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ((5,), r"sim:0.* would hold .* but has .* or offload blocks: name 'cpu' in max_memory$"),
+        ((5,), r"sim:0.* would hold .* but has .* or offload blocks: name 'cpu' in max_memory or "),
         ((5, 1000), r"fit: cpu would hold .* KiB but has 1000 bytes to use; use more devices"),
-        ((1, "1GiB"), r"sim:0.* would hold .*, a larger max_memory or a smaller dtype$"),
+        ((1, "1GiB"), r"sim:0.* would hold .*, a larger max_memory or a smaller dtype, "),
     ],
 )
 def test_model_that_fits_nowhere_is_refused_in_one_sentence(limits, message, config, machine, room):

@@ -11,7 +11,7 @@ import torch
 import torch.fx.experimental._config as meta_config
 from by_name import CONFIG
 
-from tl_devicefix import dry_run, estimate, plan, simulate
+from tl_devicefix import dry_run, estimate, simulate
 from tl_devicefix.simulation.machine import Machine
 
 
@@ -76,11 +76,6 @@ def test_planning_leaves_the_outer_simulated_machine_unchanged(case, outer):
     assert kept.grad is not None
     assert kept.grad.tolist() == moved.tolist() == [0, 1, 2, 3, 4, 5]
     assert outer.is_open
-
-
-def test_a_device_beside_simulated_ones_has_to_go():
-    with simulate(4), pytest.raises(ValueError, match="lower n_devices, or leave device out, as"):
-        plan(CONFIG, 4, device="cpu")
 
 
 def test_planning_gives_the_same_inside_and_outside_simulate():

@@ -11,7 +11,7 @@ from offloads import assert_at_rest, weights_of
 from packaging.version import Version
 
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.offload.copying import BlockCopy, Place
+from tl_devicefix.offload import BlockCopy, Place
 
 pytestmark = pytest.mark.hooked
 

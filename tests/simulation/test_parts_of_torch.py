@@ -130,12 +130,3 @@ def test_a_backward_may_be_called_in_any_thread(machine):
         for gradients in pool.submit(differentiate).result():
             assert [gradient.tolist() for gradient in gradients] == [[14.0] * 3, [10.0] * 3]
     assert torch.autograd.is_multithreading_enabled()  # the caller's setting is as it was
-
-
-def test_a_simulated_model_is_not_compiled():
-    with tl_devicefix.simulate(2):
-        on_cpu, simulated = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="sim:1")
-        assert torch.compile(on_cpu) is not None
-        for compile_it in (torch.compile, torch.nn.Module.compile):
-            with pytest.raises(RuntimeError, match="cannot compile a Linear on simulated devices"):
-                compile_it(simulated)

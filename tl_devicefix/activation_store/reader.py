@@ -135,7 +135,7 @@ class SavedActivations:
         # Import it late: importing TransformerLens takes longer than reading.
         from transformer_lens import ActivationCache
 
-        from tl_devicefix.gathering.caches import CacheAtHome
+        from tl_devicefix.gathering import CacheAtHome
 
         if self.token_mask is not None:
             raise ValueError(

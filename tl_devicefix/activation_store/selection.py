@@ -20,7 +20,7 @@ from tl_devicefix.activation_store.format import (
     StoredTensor,
     dtype_name,
 )
-from tl_devicefix.gathering.caches import CacheAtHome
+from tl_devicefix.gathering import CacheAtHome
 from tl_devicefix.misspelt import did_you_mean, shown, which_hook_point
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model

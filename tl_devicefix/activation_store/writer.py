@@ -59,7 +59,7 @@ def start_copies(
 
 @functools.cache
 def _download_stream(device: torch.device) -> torch.Stream:
-    # `offload/copying.py` has another stream, so that weights do not wait behind activations.
+    # `offload.py` has another stream, so that weights do not wait behind activations.
     return module_with_streams(device).Stream(device)
 
 

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.offload.prefetch import drop_prefetched
+from tl_devicefix.offload import drop_prefetched
 from tl_devicefix.placement.devices import module_with_streams
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.in_use import setting

@@ -24,7 +24,7 @@ from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, join_path, list_names
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.offload.prefetch import attach_parts, pin
+from tl_devicefix.offload import attach_parts, pin
 from tl_devicefix.placement.fitting import Mover
 from tl_devicefix.placement.in_use import devices_in_use
 from tl_devicefix.placement.memory import gib

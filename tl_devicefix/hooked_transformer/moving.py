@@ -20,7 +20,7 @@ from tl_devicefix.fusing.one_forward import is_in_forward
 from tl_devicefix.hooked_transformer.components import component_sizes, is_own
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
-from tl_devicefix.offload.prefetch import pin
+from tl_devicefix.offload import pin
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.placement.devices import resolve, resolve_to_move
 from tl_devicefix.placement.elsewhere import TensorElsewhere, is_elsewhere

@@ -264,7 +264,7 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
 def _fill_one(
     model: HookedTransformer, source: Source, placement: Placement | None, steps: Steps, unit: str
 ) -> None:
-    with naming_full_devices(model, placement, unit):
+    with naming_full_devices(placement, unit):
         weights = source.read(unit, _device_and_storage(model, unit)[0])
         load_component(model, unit, complete_unit(model, unit, weights), steps)
 

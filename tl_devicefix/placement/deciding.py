@@ -18,7 +18,6 @@ from tl_devicefix.placement.balance import Share, balanced, filled_in_order, fit
 from tl_devicefix.placement.devices import (
     CPU,
     DeviceLike,
-    and_there_are,
     consecutive,
     default_device,
     device_count,
@@ -69,7 +68,7 @@ def decide_fitting(
 ) -> Placement:
     """Decide where components of these sizes live; raise an error if they do not fit."""
     placement = decide(sizes, n_devices, device, device_map, max_memory)
-    check_fit(placement, max_memory, is_given=names_places(device_map))
+    check_fit(placement, max_memory)
     in_map = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     limited = max_memory if isinstance(max_memory, Mapping) else ()
     indices = [named for named in (device, *in_map, *limited) if type(named) is int]
@@ -102,7 +101,7 @@ def decide(
                 raise ValueError(
                     f"device_map={shown(device_map)} is neither a device nor one of "
                     f"{', '.join(map(repr, STRATEGIES))}, nor a dict from components to devices"
-                    f"{did_you_mean(device_map, STRATEGIES)}{and_there_are()}"
+                    f"{did_you_mean(device_map, STRATEGIES)}"
                 )
             device_map = {"": device_map}
         placement = _from_dict(sizes, device_map, device)
@@ -111,12 +110,11 @@ def decide(
         )
         return placement
     home = default_device() if device is None else resolve(device)
-    limits = None if isinstance(max_memory, int | str) else by_device(max_memory, home)
+    limits = by_device(max_memory, home)  # none yet, if one size is for all devices
     devices = _devices_to_use(home, device, n_devices, device_map, limits)
-    if limits is None:
-        limits = by_device(max_memory, home, devices)
+    limits = by_device(max_memory, home, devices)
     home = devices[0]  # without `device`, the lowest that `max_memory` names
-    may_offload = home != CPU and CPU in (limits or {})
+    may_offload = home != CPU and CPU in limits
     _warn_of_unused(limits, [*devices, CPU] if may_offload else devices)
     rooms = [capacity(d, limits) for d in devices]
     spread = filled_in_order if device_map == "sequential" else balanced
@@ -125,7 +123,7 @@ def decide(
     if may_offload and not fits(sizes, counts, rooms):
         # Fill a limit that is below the free memory, and otherwise only a share of the latter.
         to_fill = [
-            room if room is None or room == (limits or {}).get(device) else int(_FILLED * room)
+            room if room is None or room == limits.get(device) else int(_FILLED * room)
             for device, room in zip(devices, rooms)
         ]
         on_each = shares(sizes, to_fill, [not is_elsewhere(device) for device in devices])
@@ -137,7 +135,7 @@ def _devices_to_use(
     device: DeviceLike | None,
     n_devices: int | None,
     strategy: DeviceMap | None,
-    limits: Limits | None,
+    limits: Limits,
 ) -> list[torch.device]:
     """Return the devices to use, home first. The first of these rules that applies decides:
 
@@ -154,7 +152,7 @@ def _devices_to_use(
     if n_devices is not None and strategy is None:
         return consecutive(home, n_devices)
     # Take devices of home's type or other hosts': "cpu" in `max_memory` only allows offloading.
-    usable = (other for other in limits or () if other.type == home.type or is_elsewhere(other))
+    usable = (other for other in limits if other.type == home.type or is_elsewhere(other))
     named = sorted(usable, key=lambda other: (is_elsewhere(other), other.index or 0))
     if named and device is not None:  # devices after home first, then those before it
         after = [d for d in named if is_elsewhere(d) or (d.index or 0) > (home.index or 0)]
@@ -163,19 +161,14 @@ def _devices_to_use(
         return named
     if strategy is None:
         return [home]
-    if limits is not None:
-        raise ValueError(
-            f"max_memory must name a {home.type!r} device, but names "
-            f"{', '.join(map(printed, limits)) or 'none'}{and_there_are()}"
-        )
     of_hosts = others().devices
     count = len(of_hosts) if home in of_hosts else device_count(home.type)
     return consecutive(home, max(count - (home.index or 0), 1))
 
 
-def _warn_of_unused(limits: Limits | None, devices: Sequence[torch.device]) -> None:
+def _warn_of_unused(limits: Limits, devices: Sequence[torch.device]) -> None:
     used = [printed(device) for device in devices]
-    if unused := set(map(printed, limits or ())) - set(used):
+    if unused := set(map(printed, limits)) - set(used):
         _log.warning(
             "max_memory names %s, where nothing is placed: the other arguments allow only %s; to "
             "use the devices of max_memory, leave device, device_map and n_devices out",
@@ -258,16 +251,12 @@ def _offload_cpu_blocks(placed: Sequence[PlacedComponent]) -> tuple[PlacedCompon
 
 def _device_for(component: str, named: DeviceLike, home: torch.device | None) -> torch.device:
     """Return the device that a map gives for a component; an index is of home's type."""
-    if not is_device(named) or str(named) == "meta":
-        raise ValueError(
-            f"device_map puts {component} on {shown(named)}, but that is not a device for weights: "
-            f"give an index, or a name such as {printed(default_device())!r}; blocks on 'cpu' are "
-            f"offloaded to host memory{and_there_are()}"
-        )
     try:
         device = resolve(named, home)
     except ValueError as error:
-        raise ValueError(f"device_map puts {component} on {named!r}, but {error}") from error
+        raise ValueError(f"device_map puts {component} on {shown(named)}, but {error}") from error
+    if str(device) == "meta":
+        raise ValueError(f"device_map puts {component} on 'meta', where it would have no values")
     # Allow a `torch.device`: a worker's map puts embeddings on the driver's device.
     if not names_block(component) and is_elsewhere(device) and not isinstance(named, torch.device):
         raise ValueError(

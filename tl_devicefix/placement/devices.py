@@ -97,11 +97,6 @@ def printed(device: torch.device) -> str:
     return others().name_of(device)
 
 
-def and_there_are() -> str:
-    """Return a list of all devices as the end of a sentence; "" if none is elsewhere."""
-    return f"; the hosts have {others().listed}" if others().devices else ""
-
-
 def has_slash(named: object) -> bool:
     """Return True for a name with a host, such as "host1/cuda:3"."""
     return isinstance(named, str) and "/" in named
@@ -154,9 +149,7 @@ def resolve(device: DeviceLike | None, home: torch.device | None = None) -> torc
             )
         elif simulated_device() is not None:
             reason += "; leave device out, as this is within tl_devicefix.simulate"
-        raise ValueError(
-            f"device {str(device)!r} cannot be used here: {reason}{and_there_are()}"
-        ) from error
+        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from error
 
 
 def resolve_to_move(device: DeviceLike, home: torch.device) -> torch.device:
@@ -201,18 +194,10 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if len(known) == count and known[0] == first:
         return known
     if first.type == "cpu" or start + count > device_count(first.type):
-        simulated = (
-            f"load on simulated ones, within `with tl_devicefix.simulate({start + count}):`"
-            if simulated_device() is None or first.type == DEVICE_TYPE
-            else "leave device out, as this is within tl_devicefix.simulate"
-        )
-        left = f", {max(device_count(first.type) - start, 0)} from there on" if start else ""
-        needs = f"needs {count} devices of type {first.type!r}, but {_there_are(first.type)}{left}"
-        if first.type == "cpu" and not (others().devices or torch.accelerator.is_available()):
-            needs = f"needs {count} GPUs, but torch finds none here"
         raise ValueError(
-            f"n_devices={count}, starting at {str(first)!r}, {needs}; lower n_devices, or "
-            f"{simulated}"
+            f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
+            f"{first.type!r}, but {_there_are(first.type)}; lower n_devices, or leave device out "
+            f"and load within `with tl_devicefix.simulate({count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

@@ -9,15 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tl_devicefix.placement.devices import CPU, SharedMemory, free_memory, printed
+from tl_devicefix.placement.devices import SharedMemory, free_memory, printed
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.in_use import placements_in_use
 from tl_devicefix.placement.memory import MaxMemory, by_device, capacity, gib, is_out_of_memory
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.weight_processing import slices
-
-_OFFLOAD = ", or offload blocks: name 'cpu' in max_memory"
-_OFFLOAD_BY_MAP = ", or offload blocks: map them to 'cpu'"
 
 
 def working_room(placement: Placement, dtype: torch.dtype) -> int:
@@ -26,17 +23,8 @@ def working_room(placement: Placement, dtype: torch.dtype) -> int:
     return 2 * 4 * min(largest, slices.ELEMENTS_ON_DEVICE)
 
 
-def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool) -> None:
-    """Check that each device has room for its share, and the host for offloaded blocks.
-
-    Args:
-        placement: the placement to check.
-        max_memory: the user's limits.
-        is_given: True if a user's map says where each component is; the remedies then differ.
-
-    Raises:
-        ValueError: if a device has less room than its share needs.
-    """
+def check_fit(placement: Placement, max_memory: MaxMemory | None) -> None:
+    """Raise a ValueError if a device, or the host, has less room than its share needs."""
     limits = by_device(max_memory, placement.home, placement.devices)
     over, held = [], 0
     for memory in placement.memories:
@@ -49,12 +37,10 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None, is_given: bool
     if over:
         if held:
             over.append(f"where earlier models hold {gib(held)} until you `del` them")
-        remedy, offload = "use more devices,", "" if CPU in (limits or {}) else _OFFLOAD
-        if is_given:
-            remedy, offload = "put less there in device_map, or use", _OFFLOAD_BY_MAP
         raise ValueError(
-            f"the weights do not fit: {', '.join(over)}; {remedy} a larger max_memory or a "
-            f"smaller dtype{offload}"
+            f"the weights do not fit: {', '.join(over)}; use more devices, a larger max_memory or "
+            "a smaller dtype, put less there in device_map, or offload blocks: name 'cpu' in "
+            "max_memory or device_map"
         )
 
 
@@ -81,7 +67,7 @@ def move_components(model: nn.Module, placement: Placement, rest: nn.Module) -> 
             placed.add(id(submodule))
 
     for component, module in placement.modules_of(model):
-        with naming_full_devices(model, placement, component.name):
+        with naming_full_devices(placement, component.name):
             move(module, component.device, component.stored_on)
     move(rest, placement.home, placement.home)
 
@@ -117,30 +103,20 @@ class Mover:
 
 
 @contextlib.contextmanager
-def naming_full_devices(model: nn.Module, placement: Placement | None, unit: str) -> Iterator[None]:
+def naming_full_devices(placement: Placement | None, unit: str) -> Iterator[None]:
     """Turn an out-of-memory error into one that names the device, the unit and the remedy."""
     try:
         yield
     except RuntimeError as error:
         if placement is None or not is_out_of_memory(error):
             raise
-        raise _out_of_memory(error, model, placement, unit) from error
-
-
-# Keep this a separate function: its caller's frame stays in the traceback, with all its locals.
-def _out_of_memory(
-    error: BaseException, model: nn.Module, placement: Placement, unit: str
-) -> torch.OutOfMemoryError:
-    # A full host raises a plain RuntimeError, so the error's type shows which memory is full.
-    on_device = isinstance(error, torch.OutOfMemoryError)
-    device = placement.device_for(unit, is_weight=not on_device)
-    tensors = (*model.parameters(), *model.buffers())
-    held = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
-    # Keep three sentences: torch goes on with advice on its allocator.
-    reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
-    return torch.OutOfMemoryError(
-        f"{printed(device)} ran out of memory while {unit} was brought there or processed: "
-        f"{gib(held)} of the {gib(placement.bytes_on(device))} planned for it were there, and no "
-        f"more would fit ({reason}); free memory that others hold there, or load again with less "
-        "on it: a smaller max_memory for it, more devices or a smaller dtype"
-    )
+        # A full host raises a plain RuntimeError, so the error's type shows which memory is full.
+        device = placement.device_for(unit, is_weight=not isinstance(error, torch.OutOfMemoryError))
+        # Keep three sentences: torch goes on with advice on its allocator.
+        reason = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
+        raise torch.OutOfMemoryError(
+            f"{printed(device)} ran out of memory while {unit} was brought there or processed, "
+            f"with {gib(placement.bytes_on(device))} planned for it ({reason}); free memory that "
+            "others hold there, or load again with less on it: a smaller max_memory for it, more "
+            "devices or a smaller dtype"
+        ) from error

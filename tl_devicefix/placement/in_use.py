@@ -14,7 +14,7 @@ from tl_devicefix.placement.devices import DeviceLike, resolve
 from tl_devicefix.placement.placement import Placement
 
 Value = TypeVar("Value")
-_chosen: ContextVar[DeviceLike | None] = ContextVar("gather_on", default=None)
+_chosen: ContextVar[torch.device | None] = ContextVar("gather_on", default=None)
 # Keys are ids, since two placements may be equal. The oldest comes first.
 _in_use: weakref.WeakValueDictionary[int, Placement] = weakref.WeakValueDictionary()
 
@@ -29,19 +29,18 @@ def gather_on(device: DeviceLike) -> Iterator[None]:
     model. It applies to a model on one device too, and in this thread (or task) only.
 
     Args:
-        device: usually "cpu". An index means a device of the same type as home.
+        device: usually "cpu". An index counts devices of the type that TransformerLens chooses.
 
     Yields:
         Nothing.
 
     Raises:
-        ValueError: if there is no such device; for an index, at the first read.
+        ValueError: if there is no such device.
 
     >>> with gather_on("cpu"):  # doctest: +SKIP
     ...     norms = model.W_in.norm(dim=(1, 2))
     """
-    # An index means a device of home's type, which is not known yet.
-    with setting(_chosen, device if isinstance(device, int) else resolve(device)):
+    with setting(_chosen, resolve(device)):
         yield
 
 
@@ -55,10 +54,9 @@ def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
         variable.reset(token)
 
 
-def chosen_device(home: torch.device | None) -> torch.device | None:
+def chosen_device() -> torch.device | None:
     """Return the device of the innermost `gather_on`, if any."""
-    device = _chosen.get()
-    return None if device is None else resolve(device, home)
+    return _chosen.get()
 
 
 def use(placement: Placement) -> None:
@@ -73,10 +71,9 @@ def devices_in_use(beside: torch.device | None = None) -> frozenset[torch.device
     Args:
         beside: count only models that use this device.
     """
-    placements = placements_in_use()
-    memories = (placement.here.memories for placement in placements)
+    memories = (placement.here.memories for placement in placements_in_use())
     devices = frozenset(d for own in memories if beside is None or beside in own for d in own)
-    chosen = chosen_device(placements[-1].home if placements else None)
+    chosen = chosen_device()
     return devices if chosen is None else devices | {chosen}
 
 
@@ -89,10 +86,9 @@ def device_of_result(devices: frozenset[torch.device]) -> torch.device:
     2. the home of the model that uses most of the devices, the latest one if several do;
     3. without any model: one of the devices.
     """
-    latest_first = placements_in_use()[::-1]
-    chosen = chosen_device(latest_first[0].home if latest_first else None)
-    if chosen is not None:
+    if (chosen := chosen_device()) is not None:
         return chosen
+    latest_first = placements_in_use()[::-1]
     if not latest_first:
         return min(devices, key=str)
     return max(latest_first, key=lambda its: len(devices.intersection(its.memories))).home

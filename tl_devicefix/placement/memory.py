@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import torch
 
@@ -18,44 +17,33 @@ size that applies to every device."""
 Limits = Mapping[torch.device, int]
 """A `MaxMemory` with each device as a `torch.device`, and sizes in bytes."""
 
-_PREFIXES, _MAX_BYTES = " KMGT", 2**60
+_PREFIXES = " KMGT"
 
 
 def by_device(
     max_memory: MaxMemory | Limits | None, home: torch.device, devices: Sequence[torch.device] = ()
-) -> Limits | None:
+) -> Limits:
     """Resolve the devices in `max_memory`, and parse its sizes; one size is for all `devices`."""
     if max_memory is None:
-        return None
-    if isinstance(max_memory, int | str):
-        return dict.fromkeys(devices, _parse_limit(max_memory, "max_memory"))
+        return {}
     if not isinstance(max_memory, Mapping):
-        raise ValueError(
-            "max_memory must be a size for each device, such as '20GiB', or a dict from devices to "
-            f"sizes, such as {{0: '20GiB', 1: '40GiB'}}, but is {shown(max_memory)}"
-        )
+        return dict.fromkeys(devices, parse_bytes(max_memory, "max_memory"))
     limits: dict[torch.device, int] = {}
     for key, limit in max_memory.items():
         try:
             named = resolve(key, home)
         except ValueError as error:
             raise ValueError(f"max_memory names {shown(key)}, but {error}") from error
-        limits.setdefault(named, _parse_limit(limit, f"max_memory[{key!r}]"))
+        limits.setdefault(named, parse_bytes(limit, f"max_memory[{key!r}]"))
     return limits
 
 
-def _parse_limit(limit: int | str, called: str) -> int:
-    if (n_bytes := parse_bytes(limit, called)) in range(1, 1000):  # no device has so few
-        raise ValueError(f"{called} is {n_bytes} bytes: did you mean '{n_bytes}GiB'?")
-    return n_bytes
-
-
-def capacity(device: torch.device, limits: Limits | None) -> int | None:
+def capacity(device: torch.device, limits: Limits) -> int | None:
     """Return the bytes to use on `device`, the smaller of its free memory and the user's limit.
 
     None if neither is known.
     """
-    free, allowed = free_memory(device), (limits or {}).get(device)
+    free, allowed = free_memory(device), limits.get(device)
     return allowed if free is None else free if allowed is None else min(allowed, free)
 
 
@@ -69,15 +57,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def parse_bytes(size: int | str, called: str = "memory") -> int:
     """Return a size in bytes, from a number of bytes or accelerate's notation ("8GiB", "500MB")."""
     n_bytes: float = size if type(size) is int else -1
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(.+?)\s*([KMGT]i?B)\s*", size, re.IGNORECASE)
-        with suppress(ValueError):
-            base = 1024 if match and "i" in match[2].lower() else 1000
-            power = _PREFIXES.index(match[2][0].upper()) if match else 0
-            n_bytes = float(match[1]) * base**power if match else -1
-        if match and match[2].endswith("b") and "i" not in match[2].lower():
-            n_bytes = -1  # accelerate reads "Gb" as bits, but users mean bytes
-    if not 0 <= n_bytes <= _MAX_BYTES:
+    if match := re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT])(i?)B\s*", str(size)):
+        base = 1024 if match[3] else 1000
+        n_bytes = float(match[1]) * base ** _PREFIXES.index(match[2])
+    if n_bytes < 0:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
             f"capital B, but is {shown(size)}"

@@ -11,10 +11,9 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatching
 
@@ -106,8 +105,8 @@ class CallersState:
     """A snapshot of this thread's torch settings, to run functions in other threads with them.
 
     It holds gradient and inference mode, autocast, the modes of torch functions and operations
-    (`torch.set_default_device`, `mix_devices`), hooks of saved tensors, the number of threads, the
-    current devices and streams, and context variables such as the device of `gather_on`.
+    (`torch.set_default_device`, `mix_devices`), the current devices and streams, and context
+    variables such as the device of `gather_on`.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -115,23 +114,16 @@ class CallersState:
         types = tuple(dict.fromkeys(device.type for device in devices))
         self._context = contextvars.copy_context()
         self._set: list[Callable[[], object]] = [
-            functools.partial(torch.set_num_threads, torch.get_num_threads()),
             *(setting for device in devices for setting in _current_stream(device)),
             # Devices come after streams: setting a stream makes its device current.
             *(setting for kind in types for setting in _current_device(kind)),
         ]
-        multithreading = torch._C._is_multithreading_enabled()
         self._enter: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
-            functools.partial(torch.autograd.set_multithreading_enabled, multithreading),
             # Set autocast only where it is enabled: some device types do not support it.
             *map(_autocast, filter(torch.is_autocast_enabled, dict.fromkeys((*types, "cpu")))),
         ]
-        autograd: Any = torch._C._autograd
-        hooks = autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None:  # the innermost: torch calls no other
-            self._enter.append(functools.partial(saved_tensors_hooks, *hooks))
         # Push modes without `__enter__`, whose effects belong to the caller's thread.
         self._modes = [
             *((_push_mode, _pop_mode, mode) for mode in _get_current_function_mode_stack()),

@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.fusing import fused
-from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import CPU, DEVICE_TYPE
@@ -166,16 +165,6 @@ def dry_run(
         ValueError: if the model does not fit, or the arguments contradict each other.
         TypeError: for an unknown argument; the message suggests a similar one.
     """
-    if not callable(run):
-        raise ValueError(
-            f"run, the second argument, must be a function to call with the model, but is "
-            f"{shown(run)}"
-        )
-    if isinstance(tokenizer, str):
-        raise ValueError(
-            f"tokenizer must be a loaded tokenizer, but is {tokenizer!r}: pass "
-            f"AutoTokenizer.from_pretrained({tokenizer!r})"
-        )
     check_options(dry_run, config_or_model_name, options, cls)
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
@@ -192,7 +181,7 @@ def dry_run(
             fused.fuse_blocks(model)
         outcome = record_run(machine, model, placement, run)
         if memory == _USUAL_MEMORY:
-            limits = by_device(request.max_memory, placement.home, placement.devices) or {}
+            limits = by_device(request.max_memory, placement.home, placement.devices)
             _warn_of_limits(outcome, [limits.get(device) for device in machine.devices])
     if tokenizer is None and outcome.error is not None and "tokenizer" in str(outcome.error):
         note(outcome.error, "pass tokenizer= to dry_run, or tokens instead of text")

@@ -232,7 +232,7 @@ def _estimate(
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
         refuse_cpu(placement)
-        capacities = by_device(size_by_device, placement.home) or {}
+        capacities = by_device(size_by_device, placement.home)
         live = model.make(placement)
         _check_cache(job, live)
         if job.fuse_blocks:
@@ -294,10 +294,10 @@ def _check(job: Job, model: Blueprint) -> None:
         )
     if job.seq_len + job.max_new_tokens > model.n_ctx:
         n_tokens = job.seq_len + job.max_new_tokens
-        is_fixed = any(size.name == "pos_embed" for size in model.sizes())
         raise ValueError(
             f"seq_len and max_new_tokens are {n_tokens} tokens together, more than the model's "
-            f"n_ctx of {model.n_ctx}: lower them" + f", or set n_ctx to {n_tokens}" * (not is_fixed)
+            f"n_ctx of {model.n_ctx}: lower them, or, unless its position embeddings are learnt, "
+            f"set n_ctx to {n_tokens}"
         )
 
 

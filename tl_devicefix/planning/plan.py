@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from tl_devicefix.adapters import Adapter, adapters
@@ -77,14 +76,6 @@ def check_options(
 def adapter_to_load(config_or_model_name: ConfigOrName, cls: type | None = None) -> Adapter:
     """Return the adapter of the class that would be loaded; for `cls` see `dry_run`."""
     installed = adapters()
-    if isinstance(config_or_model_name, nn.Module):
-        config = (
-            "original_model.config" if hasattr(config_or_model_name, "original_model") else "cfg"
-        )
-        raise ValueError(
-            f"a {type(config_or_model_name).__name__} is a model, and neither a name nor a config: "
-            f"pass model.{config}"
-        )
     if cls is None:
         # transformers' configs have `model_type`; TransformerLens's do not.
         is_of_transformers = hasattr(config_or_model_name, "model_type")

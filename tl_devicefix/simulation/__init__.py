@@ -5,8 +5,8 @@ the CPU, so its numbers are the CPU's. Only the placement is simulated: mixed de
 transfers are recorded, and memory is accounted for on each device.
 
 Read in this order: ``machine`` (measurements), ``executor`` (computing), ``tensor`` (how an
-operation runs), ``operations`` (special cases), ``backend`` (registration with torch),
-``backward`` (errors in a backward pass), ``session`` (entering and leaving).
+operation runs), ``backend`` (registration with torch), ``backward`` (errors in a backward pass),
+``session`` (entering and leaving).
 """
 
 from tl_devicefix.simulation.machine import Machine, Moved, Transfer, Transfers

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.simulation.executor import Operation
 from tl_devicefix.simulation.machine import Machine, active_machine, entered_machine
-from tl_devicefix.simulation.operations import copy_into
-from tl_devicefix.simulation.tensor import run, wrap
+from tl_devicefix.simulation.tensor import copy_into, run, wrap
 
 aten = torch.ops.aten
 

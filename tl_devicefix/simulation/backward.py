@@ -1,8 +1,9 @@
 """Make a failing backward pass raise on simulated devices, where torch would end the process.
 
 While an error passes through torch's autograd engine, the engine restores the device's stream. For
-a backend in Python, that ends the process. So errors in hooks, operations and `Function.backward`
-are kept until the engine is done. Then Ctrl-C is raised, or else the first error.
+a backend in Python, that ends the process. So errors in hooks and operations are kept until the
+engine is done. Then Ctrl-C is raised, or else the first error. A `Function.backward` may raise:
+torch then clears Python's error indicator before it restores the stream.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 Result = TypeVar("Result")
@@ -158,15 +158,6 @@ def registering(register: Callable[..., Result]) -> Callable[..., Result]:
         return register(self, KeptErrors(hook), *args, **kwargs)
 
     return register_kept
-
-
-def applying(apply: Callable[..., object]) -> Callable[..., object]:
-    """Wrap `BackwardCFunction.apply`, so that errors of a `Function.backward` are kept."""
-
-    def apply_kept(self: BackwardCFunction, *args: object) -> object:
-        return _kept(lambda: apply(self, *args), lambda: (None,) * len(self.needs_input_grad))
-
-    return apply_kept
 
 
 def saving(init: Callable[..., None]) -> Callable[..., None]:

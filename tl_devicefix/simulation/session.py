@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -27,24 +26,10 @@ _OLDEST_TORCH, _NEWEST_TORCH = "2.10", "2.15"
 MAX_DEVICES = 64
 
 
-class Simulation(ContextDecorator, AbstractContextManager[Machine]):
-    """Makes a machine in each `with` block, one block at a time."""
-
-    def __init__(self, make: Callable[[], Machine]) -> None:
-        self._make = make
-
-    def __enter__(self) -> Machine:
-        machine = (entered := entering(self._make)).__enter__()
-        self._entered = entered
-        return machine
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.__exit__(*error)
-
-
+@contextmanager
 def simulate(
     n_devices: int, memory: int | str | Sequence[int | str] = "80GiB", *, values: bool = True
-) -> Simulation:
+) -> Iterator[Machine]:
     """Simulate a machine with devices ``sim:0`` to ``sim:{n_devices - 1}`` on the CPU.
 
     Simulated devices compute the CPU's numbers, random ones too. Operands on different devices
@@ -63,8 +48,8 @@ def simulate(
             that you copy to the CPU is zeros, and a mask selects everything. See
             `tl_devicefix.dry_run`.
 
-    Returns:
-        A context manager that gives a machine, which counts transfers and memory.
+    Yields:
+        The machine, which counts transfers and memory. Call `simulate` again for another one.
 
     Raises:
         RuntimeError: if torch is another version, if the process has another backend of this
@@ -82,7 +67,8 @@ def simulate(
     """
     kind = CpuExecutor if values else MetaExecutor
     capacities = _capacities(n_devices, memory)
-    return Simulation(lambda: Machine(capacities, kind()))
+    with entering(lambda: Machine(capacities, kind())) as machine:
+        yield machine
 
 
 @contextmanager
@@ -96,7 +82,6 @@ def entering(make: Callable[[], Machine]) -> Iterator[Machine]:
         _avoid_inference_mode(stack)
         _keep_errors_of_backwards(stack)
         _open_safetensors(stack)
-        _refuse_to_compile(stack)
         # If Python ends within the block, undo the changes while modules still exist.
         atexit.register(stack.close)
         stack.callback(atexit.unregister, stack.close)
@@ -186,9 +171,7 @@ def _keep_errors_of_backwards(stack: ExitStack) -> None:
         (torch.nn.Module, "register_full_backward_pre_hook"),
     ):
         stack.enter_context(patch.object(owner, name, backward.registering(getattr(owner, name))))
-    function = torch.autograd.function.BackwardCFunction
     saved = torch.autograd.graph.saved_tensors_hooks
-    stack.enter_context(patch.object(function, "apply", backward.applying(function.apply)))
     stack.enter_context(patch.object(saved, "__init__", backward.saving(saved.__init__)))
 
 
@@ -206,22 +189,3 @@ def _open_safetensors(stack: ExitStack) -> None:
 
     for module in (safetensors, safetensors.torch):
         stack.enter_context(patch.object(module, "safe_open", safe_open))
-
-
-def _refuse_to_compile(stack: ExitStack) -> None:
-    """Refuse to compile a simulated model: inductor's own errors would not explain why."""
-    own: Any = torch.compile
-
-    @functools.wraps(own)
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(model, "__self__", model)  # a module's method, of `module.compile()`
-        weights = module.parameters() if isinstance(module, torch.nn.Module) else ()
-        is_simulated = any(type(weight) is SimTensor for weight in weights)
-        if is_simulated and kwargs.get("backend", "inductor") == "inductor":
-            raise RuntimeError(
-                f"torch.compile cannot compile a {type(module).__name__} on simulated devices: "
-                "leave it out here, and use it on real devices"
-            )
-        return own(model, *args, **kwargs)
-
-    stack.enter_context(patch.object(torch, "compile", compile))

@@ -20,7 +20,7 @@ from tl_devicefix.dispatch.carrying import CarryTo
 from tl_devicefix.dispatch.forward import align
 from tl_devicefix.dispatch.user_modules import device_of_weights
 from tl_devicefix.dispatch.views import View, ViewBuilder
-from tl_devicefix.gathering.gathering import home_of
+from tl_devicefix.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.placement.devices import CPU, parameter_bytes, resolve_to_move, with_index

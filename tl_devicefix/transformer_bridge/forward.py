@@ -20,8 +20,7 @@ from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
-from tl_devicefix.gathering.caches import CacheAtHome, cache_for
-from tl_devicefix.gathering.gathering import gathering_device
+from tl_devicefix.gathering import CacheAtHome, cache_for, gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks

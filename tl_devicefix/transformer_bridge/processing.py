@@ -38,7 +38,7 @@ from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere
-from tl_devicefix.offload.prefetch import pin
+from tl_devicefix.offload import pin
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.fitting import naming_full_devices
@@ -234,7 +234,7 @@ def _process(bridge: TransformerBridge, processing: Processing, verbose: bool) -
     def process(unit: Unit) -> None:
         if verbose:
             print(f"Processing {unit.name}")
-        with naming_full_devices(bridge, placement_of(bridge), unit.name):
+        with naming_full_devices(placement_of(bridge), unit.name):
             _process_unit(bridge, unit, processing)
 
     todo = []  # without other hosts' units, whose weights have no values here

@@ -33,7 +33,7 @@ from transformer_lens.model_bridge.generalized_components.gated_mlp import resol
 
 from tl_devicefix.fusing.fused import applies_dropout, class_of, own_method
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
-from tl_devicefix.offload.prefetch import attach_parts
+from tl_devicefix.offload import attach_parts
 from tl_devicefix.placement.devices import OwnRandomNumbers
 
 
