@@ -18,10 +18,10 @@
 
     fetch(number, name)                   --->  a weight, a cached activation, or keys or values
     apply(model, "process_weights", ...)  --->  changes all weights of its blocks
-    forget(numbers)                       --->  frees what home has dropped
 
 The worker keeps models, paused runs with their graphs, activations and KV caches, each under a
-number that home chose. A tensor that it keeps is named by a `KeptTensor`, in both directions.
+number that home chose. Each call also has the numbers of those that home has dropped since the last
+one. A tensor that the worker keeps is named by a `KeptTensor`, in both directions.
 
 Tensors in a message are on the CPU, without gradients; `Host` lists the other types allowed.
 """
@@ -110,7 +110,6 @@ class RunRequest:
         has_graph: True if gradients are enabled.
         settings: home's values of torch's settings that change results.
         facts: facts about the model's forward that its blocks need (`SENT_FACTS`).
-        forget: numbers of values to free first.
     """
 
     run: int
@@ -121,7 +120,6 @@ class RunRequest:
     has_graph: bool
     settings: list[object]
     facts: object
-    forget: list[int]
 
 
 @dataclass

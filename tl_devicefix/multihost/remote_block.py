@@ -533,7 +533,6 @@ class _RemoteRun(RemoteHandle):
             has_graph=torch.is_grad_enabled(),
             settings=settings(),
             facts=forward_cache().get(SENT_FACTS),
-            forget=self.host.take_forgotten(),
         )
         ask = partial(self._replied, "begin", sent(request))
         # Tensors that both sides hold, in the worker's order. If the activation at a tap is one of

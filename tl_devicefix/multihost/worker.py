@@ -83,19 +83,19 @@ class Worker:
         self.devices = tuple(devices)
         self._kept = _Kept()
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Free the values with these numbers; a paused run ends."""
-        for number in numbers:
+    def call(self, method: str, arguments: Sequence[object], forget: Sequence[int]) -> Any:
+        """Call a method, after the values with the numbers `forget` were freed."""
+        for number in forget:
             item = self._kept.pop(number, None)
             if isinstance(item, _PausableRun):
                 item.end()
             elif isinstance(item, _Model):
                 del item
                 gc.collect()  # the modules of a model refer to each other
+        return getattr(self, method)(*arguments)
 
-    def free_memory(self, device: int, forget: Sequence[int] = ()) -> int:
-        """Return the free bytes of the device with this index in `devices`, after `forget`."""
-        self.forget(forget)
+    def free_memory(self, device: int) -> int:
+        """Return the free bytes of the device with this index in `devices`."""
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
 
@@ -110,7 +110,6 @@ class Worker:
         name: str,
         arguments: dict[str, object],
         device_map: dict[str, int | None],
-        forget: list[int],
     ) -> None:
         """Load this host's blocks of a model from this host's files.
 
@@ -120,9 +119,7 @@ class Worker:
             name: the checkpoint.
             arguments: the arguments of that method.
             device_map: component -> its device's index in `devices`; None if it is elsewhere.
-            forget: numbers of values to free first.
         """
-        self.forget(forget)
         places = {
             component: elsewhere(0) if index is None else torch.device(self.devices[index])
             for component, index in device_map.items()
@@ -144,7 +141,6 @@ class Worker:
 
     def begin(self, request: RunRequest) -> Reply:
         """Run blocks up to the first tap or the end."""
-        self.forget(request.forget)
         for (get, put), value in zip(_SETTINGS, request.settings):
             if get() != value:
                 put(value)
