@@ -179,7 +179,7 @@ def load(checkpoints, **elsewhere):
 
 @pytest.mark.full("it starts another worker, which takes ten seconds")
 def test_workers_that_do_not_start_in_time_end(cluster, leaving):
-    started_none = r"host1 has started no worker for 0\.01 s: `ray status`"
+    started_none = r"host1 has started no worker, .* for 0\.01 s: `ray status`"
     with pytest.raises(RuntimeError, match=started_none):
         tl_devicefix.init_hosts(cluster.address, wait=0.01)
     assert joined_hosts() == ()

@@ -211,7 +211,6 @@ class RayHost(Host):
 
         super().__init__(name)
         self._ray = ray
-        self._n_gpus = n_gpus
         options: dict[str, Any] = {
             "num_cpus": 0,  # Ray's other jobs may hold all CPUs
             "num_gpus": n_gpus,
@@ -233,10 +232,9 @@ class RayHost(Host):
             self.devices, there = ray.get(self._actor.describe.remote(), timeout=wait)
             return there
         except ray.exceptions.GetTimeoutError:
-            in_use = f"; it needs all {self._n_gpus:g} GPUs of the node" if self._n_gpus else ""
             raise RuntimeError(
-                f"{self.name} has started no worker for {wait:g} s{in_use}: `ray status` says "
-                "what is in use there"
+                f"{self.name} has started no worker, which needs all of its GPUs, for {wait:g} s: "
+                "`ray status` says what is in use there"
             ) from None
         except ray.exceptions.RayError as error:
             last_line = str(error).strip().splitlines()[-1]

@@ -7,17 +7,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import cache_utils
 
-if TYPE_CHECKING:
-    from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
-    from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
-
-_Layer: TypeAlias = "CacheLayerMixin | LinearAttentionCacheLayerMixin | cache_utils.DummyLayer"
-CacheEntry: TypeAlias = "TransformerLensKeyValueCacheEntry | _Layer"
+CacheEntry: TypeAlias = Any
+"""A TransformerLensKeyValueCacheEntry, or a layer of transformers' cache."""
 
 _GROWING = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer
 _SENT_TYPES = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -46,8 +42,8 @@ def attributes_of(entry: CacheEntry) -> dict[str, object]:
 
 def set_attributes(entry: CacheEntry, attributes: dict[str, object], device: torch.device) -> None:
     """Set an entry's attributes, replacing the sender's devices with `device`."""
-    is_device = {name: isinstance(value, torch.device) for name, value in attributes.items()}
-    vars(entry).update({k: device if is_device[k] else v for k, v in attributes.items()})
+    for name, value in attributes.items():
+        setattr(entry, name, device if isinstance(value, torch.device) else value)
 
 
 def as_cache(entry: CacheEntry, index: int) -> cache_utils.Cache:
