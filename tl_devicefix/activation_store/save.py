@@ -20,7 +20,6 @@ from tl_devicefix.activation_store.format import (
     Index,
     StoredTensor,
     dtype_name,
-    path_of,
     read_index,
     write_index,
 )
@@ -128,7 +127,7 @@ def save_activations(
                 f"{name} would grow from batch to batch: freeze it, or prepend its tokens to each "
                 "batch"
             )
-    directory = path_of(directory)
+    directory = Path(directory)
     check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)

@@ -253,15 +253,10 @@ def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tenso
                     f"remove them, or pass {name}=... to save_activations if they are the same for "
                     "all batches"
                 )
+    elif isinstance(item, (list, tuple)) and len(item) and isinstance(item[0], str):
+        return list(item), None
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
         (tokens,) = item  # as from a DataLoader of a TensorDataset
-    if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
-        if mask is not None:
-            raise ValueError(
-                f"item {number} of batches has texts and an attention_mask, but texts get a mask "
-                "of their own: give tokens, or remove it"
-            )
-        return list(tokens), None
     try:
         tokens = _as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):

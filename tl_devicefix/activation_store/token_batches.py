@@ -50,7 +50,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: True if stored examples are `[pos, ...]`: then a row of a batch is a token.
 
     Raises:
-        ValueError: for a number below 1, a `shuffle` that is not a bool, or an unavailable device.
+        ValueError: for a number below 1, or an unavailable device.
     """
 
     def __init__(
@@ -65,8 +65,6 @@ class TokenBatches(Iterator[torch.Tensor]):
         group_bytes: int,
         by_token: bool,
     ) -> None:
-        if shuffle not in (True, False):
-            raise ValueError(f"shuffle must be True or False, but is {shown(shuffle)}")
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
