@@ -36,15 +36,18 @@ from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, is_in_for
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.hosts import Host
-from tl_devicefix.multihost.kv_caches import attributes_of, layer_of_cache, set_attributes
 from tl_devicefix.multihost.messages import (
+    PLAIN,
     EntryState,
     KeptTensor,
     Output,
     Reply,
     RunRequest,
     StepRequest,
+    attributes_of,
+    layer_of_cache,
     sent,
+    set_attributes,
 )
 from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, settings
@@ -149,9 +152,7 @@ class _Record:
         changed, now = self.remote.changed, {}
         for path, loaded in self._configs.items():
             settings = vars(config_at(block, path)).items()
-            now[path] = {
-                name: value for name, value in settings if isinstance(value, _SENT_SETTINGS)
-            }
+            now[path] = {name: value for name, value in settings if isinstance(value, PLAIN)}
             changed |= {k for k, value in now[path].items() if loaded.get(k) != value}
         return {path: {k: its[k] for k in changed & its.keys()} for path, its in now.items()}
 
@@ -164,10 +165,6 @@ class _Record:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
         return self
-
-
-_SENT_SETTINGS = (type(None), bool, int, float, str, torch.dtype)
-"""The types of settings that are sent. A config may hold anything."""
 
 
 class RemoteModule(nn.Module):

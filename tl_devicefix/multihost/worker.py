@@ -29,15 +29,18 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
-from tl_devicefix.multihost.kv_caches import CacheEntry, as_cache, attributes_of, set_attributes
 from tl_devicefix.multihost.messages import (
+    CacheEntry,
     EntryState,
     KeptTensor,
     Output,
     Reply,
     RunRequest,
     StepRequest,
+    as_cache,
+    attributes_of,
     sent,
+    set_attributes,
 )
 from tl_devicefix.placement.devices import free_memory
 from tl_devicefix.placement.elsewhere import elsewhere
