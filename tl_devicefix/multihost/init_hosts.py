@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from collections import Counter
 from typing import Any
 
@@ -39,8 +38,8 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
     Raises:
         ImportError: if Ray is not installed.
         ConnectionError: if no cluster is at the address.
-        RuntimeError: if a node has another version of Python, torch, transformers,
-            TransformerLens or this package, or starts no worker in time.
+        RuntimeError: if a node has another version of torch, transformers, TransformerLens or this
+            package, or starts no worker in time.
     """
     with one_load:
         if joined_hosts() and all(map(_answers, joined_hosts())):
@@ -140,14 +139,11 @@ def _check_versions(host: str, versions_there: dict[str, str]) -> None:
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions of the packages that a process computes with.
+    """Return the versions of the packages that a process computes with; Ray compares Python's.
 
     Builds of torch for different accelerators, "2.13.0+cu126" and "2.13.0+cpu", count as the same.
     """
-    public = {
-        name: version.partition("+")[0] for name, version in versions(_PACKAGES_ALIKE).items()
-    }
-    return {"Python": "{}.{}".format(*sys.version_info), **public}
+    return {name: version.partition("+")[0] for name, version in versions(_PACKAGES_ALIKE).items()}
 
 
 class WorkerActor(Worker):
