@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +33,6 @@ class Host:
 
     def __init__(self, name: str, devices: tuple[str, ...] = ()) -> None:
         self.name, self.devices, self.forgotten = name, devices, list[int]()
-        self._taking = threading.Lock()
 
     def end(self) -> None:
         """End the worker."""
@@ -49,9 +48,10 @@ class Host:
 
     def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the host's `Worker`, and wait for its result."""
-        with self._taking:  # finalizers, which may run here too, only append
-            forget = self.forgotten.copy()
-            del self.forgotten[: len(forget)]
+        forget: list[int] = []
+        with contextlib.suppress(IndexError):  # other threads may append, and take
+            while True:
+                forget.append(self.forgotten.pop())
         return self.send(method, arguments, forget)
 
 
