@@ -144,7 +144,7 @@ def show_memory(what: str, processes: list[psutil.Process]) -> None:
 
 def show_call(connection: Any, repeats: int) -> None:
     """Print the milliseconds of a call that does nothing: Ray's part of each row."""
-    found = [timed(lambda: connection.call("forget", [])) for _ in range(10 * repeats)]
+    found = [timed(lambda: connection.call("free_memory", 0)) for _ in range(10 * repeats)]
     print(f"{'a call that does nothing':<46}{1e3 * statistics.median(found):>10.2f}")
 
 
@@ -163,7 +163,7 @@ def show_faults(connection: Any, address: str, node: list[psutil.Process]) -> No
     def ask() -> None:
         with contextlib.suppress(HostLost):
             while True:
-                connection.call("forget", [])
+                connection.call("free_memory", 0)
 
     print(f"\n{'':<46}{'reported, s':>12}")
     show_fault("a killed worker", worker_among(node).kill)
@@ -194,7 +194,7 @@ def compare(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     show_memory("the worker, before it loads", [worker_among(node)])
     here = load(HUB_NAME, device="cpu")
     half = here.cfg.n_layers // 2
-    there = {f"blocks.{layer}": "host1/0" for layer in range(half, here.cfg.n_layers)}
+    there = {f"blocks.{layer}": "host1/cpu" for layer in range(half, here.cfg.n_layers)}
     far = load(HUB_NAME, device_map={"": "cpu", **there})
     for layer in range(half, here.cfg.n_layers):
         here.blocks[layer].requires_grad_(False)  # parameters on another host are frozen

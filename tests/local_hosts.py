@@ -32,14 +32,14 @@ class LocalHost(Host):
     def end(self) -> None:
         self._threads.shutdown()
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        self.calls.append(method)
-        future = self._threads.submit(self._call, method, copy.deepcopy(arguments))
+    def send(self, *message: Any) -> Any:
+        self.calls.append(message[0])
+        future = self._threads.submit(self._call, copy.deepcopy(message))
         return copy.deepcopy(future.result())
 
-    def _call(self, method: str, arguments: Any) -> Any:
-        _check(arguments)
-        value = getattr(self.worker, method)(*arguments)
+    def _call(self, message: Any) -> Any:
+        _check(message)
+        value = self.worker.call(*message)
         _check(value)
         return value
 

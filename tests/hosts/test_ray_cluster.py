@@ -160,9 +160,9 @@ def asking(worker):
         except HostLost as error:
             errors.append(error)
 
-    def is_told(why="its process or its node ended"):
+    def is_told():
         asks.join(WITHIN)
-        assert re.match(rf"host1 is lost: {why}; call tl_", str(errors[0]))
+        assert str(errors[0]).startswith("host1 is lost: its process or its node ended; call tl_")
 
     asks = threading.Thread(target=ask, daemon=True)
     asks.start()
@@ -173,13 +173,13 @@ def load(checkpoints, **elsewhere):
     """A model with block 2 on the other node; or all of it here."""
     from transformer_lens import HookedTransformer
 
-    device_map = {"": "cpu", **(elsewhere or {"blocks.2": "host1/0"})}
+    device_map = {"": "cpu", **(elsewhere or {"blocks.2": "host1/cpu"})}
     return HookedTransformer.from_pretrained(str(checkpoints("llama")), device_map=device_map)
 
 
 @pytest.mark.full("it starts another worker, which takes ten seconds")
 def test_workers_that_do_not_start_in_time_end(cluster, leaving):
-    started_none = r"host1 has started no worker for 0\.01 s: `ray status`"
+    started_none = r"host1 has started no worker, .* for 0\.01 s: `ray status`"
     with pytest.raises(RuntimeError, match=started_none):
         tl_devicefix.init_hosts(cluster.address, wait=0.01)
     assert joined_hosts() == ()
@@ -247,18 +247,11 @@ def test_the_example_runs_and_its_worker_ends_with_it(cluster):
 
 
 @pytest.mark.full("it starts another worker, which takes ten seconds")
-def test_suspended_worker_ends_and_a_new_one_can_join(worker, cluster, checkpoints, monkeypatch):
+def test_a_worker_is_replaced_after_a_killed_one(worker, cluster, checkpoints):
     is_told = asking(worker)
     (process,) = cluster.other.workers()
-    process.suspend()
-    with monkeypatch.context() as patch:
-        for name, seconds in (("_PATIENCE", 1.0), ("_TO_ANSWER", 2.0)):
-            patch.setattr(sys.modules[type(worker).__module__], name, seconds)
-        try:
-            is_told("it gave no sign of life for 3 s")
-        finally:
-            process.resume()
-    assert eventually(lambda: not process.is_running())
+    process.kill()
+    is_told()
     tl_devicefix.init_hosts(cluster.address)
     load(checkpoints)(torch.ones(1, 2, dtype=torch.long))
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from local_hosts import LocalHost, hosts
 
-from tl_devicefix.multihost.hosts import HostLost, joined_hosts
-from tl_devicefix.placement.devices import free_memory, resolve
+from tl_devicefix.multihost.hosts import HostLost
 
 Z = "blocks.2.attn.hook_z"
 PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}
@@ -86,9 +85,7 @@ def test_after_an_error_the_next_run_is_right(run, graph, error, model, tokens, 
 def kept(host):
     """How many models, runs and activations a host keeps, once it is told what it need not."""
     gc.collect()
-    (own,) = joined_hosts()
-    host.call("forget", list(own.forgotten))
-    own.forgotten.clear()
+    host.call("free_memory", 0)  # any call tells it
     return len(host.worker._kept)
 
 
@@ -106,8 +103,7 @@ def test_host_frees_tensors_and_models_that_nobody_holds(load, own_host, tokens)
     assert kept(own_host) == before
     del model
     gc.collect()
-    free_memory(resolve("node-b/cpu"))  # which tells a host first
-    assert not own_host.worker._kept
+    assert kept(own_host) == 0
 
 
 def loaded(load, *_):
@@ -132,14 +128,14 @@ LOST_AT = {
 def test_call_to_a_lost_host_raises_host_lost(
     method, load, model, tokens, assert_right, monkeypatch
 ):
-    lost, call = HostLost("node-b is lost"), LocalHost.call
+    lost, send = HostLost("node-b is lost"), LocalHost.send
 
-    def call_or_lose(self, called, *arguments):
+    def send_or_lose(self, called, *arguments):
         if called == method.split()[0]:
             raise lost
-        return call(self, called, *arguments)
+        return send(self, called, *arguments)
 
-    monkeypatch.setattr(LocalHost, "call", call_or_lose)
+    monkeypatch.setattr(LocalHost, "send", send_or_lose)
     with pytest.raises(HostLost) as raised:
         LOST_AT[method](load, model, tokens)
 

@@ -21,8 +21,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
 
-from tl_devicefix.misspelt import shown
-
 VERSION = 4
 INDEX = "index.json"
 TEMPORARY = ".part"  # the suffix of files that are not complete
@@ -126,13 +124,6 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def path_of(directory: str | os.PathLike[str]) -> Path:
-    """Return a directory's path; refuse anything else, such as a model."""
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(f"directory must be a path, but is {shown(directory)}")
-    return Path(directory)
-
-
 def read_index(directory: Path) -> Index:
     """Read the index of a directory.
 
@@ -143,15 +134,8 @@ def read_index(directory: Path) -> Index:
     try:
         fields = json.loads((directory / INDEX).read_text())
     except (FileNotFoundError, NotADirectoryError):
-        if not directory.exists():
-            raise FileNotFoundError(
-                f"there is no directory {directory}: give the one that save_activations wrote to"
-            ) from None
-        why = f"has no {INDEX}: give the directory in which save_activations has saved a batch"
-        if directory.is_file():
-            why = f"is a file: give the directory, such as {str(directory.parent)!r}"
         raise FileNotFoundError(
-            f"there are no saved activations in {directory}, which {why}"
+            f"there is no {INDEX} in {directory}: give the directory that save_activations wrote to"
         ) from None
     version = fields.get("version") if isinstance(fields, dict) else None
     if version != VERSION:
@@ -291,28 +275,12 @@ class Stored:
         return pieces[0] if len(pieces) == 1 else torch.cat([empty, *pieces])
 
     def numbers(self, index: Examples) -> int | Sequence[int]:
-        """Resolve an index to an example's number, or to several.
-
-        Raises:
-            TypeError: if `index` is not a number, slice or list of numbers.
-            IndexError: if there is no such example.
-        """
-        if isinstance(index, list):
-            index = [number.tolist() if hasattr(number, "tolist") else number for number in index]
-        elif hasattr(index, "tolist"):  # an array of numpy, or a tensor
-            index = index.tolist()
-        examples = range(len(self))
-        if isinstance(index, slice):
-            return examples[index]
-        for number in index if isinstance(index, list) else [index]:
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(
-                    f"{self.entry.name} is indexed by examples only, which are numbers, slices "
-                    f"and lists of numbers, not by {type(number).__name__}: saved[name][3:7][:, 0]"
-                )
-            if not -len(self) <= number < len(self):
-                raise IndexError(f"there is no example {number} among {len(self)}: see len(saved)")
-        return examples[index] if isinstance(index, int) else [examples[n] for n in index]
+        """Resolve an index to an example's number, or to several, as Python and numpy do."""
+        index = index.tolist() if isinstance(index, torch.Tensor) else index
+        if isinstance(index, int | slice):
+            return range(len(self))[index]
+        numbers: int | list[int] = np.arange(len(self))[index].tolist()
+        return numbers
 
     def map_shard(self, number: int) -> torch.Tensor:
         """Map all rows of a shard, which are read from the disk when they are used."""

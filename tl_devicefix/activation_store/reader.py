@@ -15,7 +15,6 @@ from tl_devicefix.activation_store.format import (
     Examples,
     Index,
     Stored,
-    path_of,
     read_index,
     shard_faults,
 )
@@ -41,11 +40,9 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
 
     Raises:
         FileNotFoundError: if the directory has no saved activations.
-        TypeError: if `directory` is not a path.
         ValueError: if its index has another version.
     """
-    path = path_of(directory)
-    return SavedActivations(path, read_index(path))
+    return SavedActivations(Path(directory), read_index(Path(directory)))
 
 
 class _NoModel:
@@ -130,7 +127,6 @@ class SavedActivations:
         Raises:
             ValueError: if `token_mask` has left tokens out, or `n_layers` or `d_model` differ.
             IndexError: if there is no such example.
-            TypeError: if `examples` is not a number, slice or list of numbers.
         """
         # Import it late: importing TransformerLens takes longer than reading.
         from transformer_lens import ActivationCache

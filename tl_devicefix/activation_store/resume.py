@@ -29,12 +29,7 @@ def locked(directory: Path) -> Iterator[None]:
     """Make a directory, and lock it against other processes within a `with` block."""
     import fcntl  # not on Windows; reading needs no lock
 
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise type(error)(
-            f"{directory} cannot be made, as a file is there: give another directory"
-        ) from error
+    directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK, "ab") as file:
         try:
             # Do not wait: the other process may save for hours.

@@ -20,7 +20,6 @@ from tl_devicefix.activation_store.format import (
     Index,
     StoredTensor,
     dtype_name,
-    path_of,
     read_index,
     write_index,
 )
@@ -128,7 +127,7 @@ def save_activations(
                 f"{name} would grow from batch to batch: freeze it, or prepend its tokens to each "
                 "batch"
             )
-    directory = path_of(directory)
+    directory = Path(directory)
     check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
@@ -193,19 +192,9 @@ class _Save:
         n_examples, self._width = batch.inputs.shape
         # pipeline_map runs this batch too, so that hooks behave as on the others.
         (tensors,) = pipeline_map(self._model, self._forward, [batch], max_in_flight=1)
-        self._entries = self._entries_of(batch, tensors)
+        self._entries = self._selection.entries_of(tensors, batch)
         if not any(name.startswith("unembed") for name in tensors):  # nobody reads the logits
             self._arguments = {"return_type": None, **self._arguments}
-
-        self._total = self._n_bytes = None
-        if self._n_batches >= 0:  # an upper bound: the last batch may be smaller
-            self._total = n_examples * self._n_batches
-        if self._total and batch.saved is None:  # with a token mask, batches differ in size
-            first_bytes = sum(t.nbytes for t in (*batch.stored.values(), *tensors.values()))
-            self._n_bytes = first_bytes * self._n_batches
-            if saved is None or not saved.is_complete:
-                written = 0 if saved is None else saved.n_bytes
-                on_disk.check_disk(self._directory, self._n_bytes - written)
 
         entries = (
             *(
@@ -216,6 +205,14 @@ class _Save:
         )
         rows = {"example": 1, "token": self._width}  # an upper bound: fewer tokens may be saved
         example_bytes = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
+        self._total = self._n_bytes = None
+        if self._n_batches >= 0:  # an upper bound: the last batch may be smaller
+            self._total = n_examples * self._n_batches
+        if self._total and batch.saved is None:  # with a token mask, batches differ in size
+            self._n_bytes = example_bytes * self._total
+            if saved is None or not saved.is_complete:
+                written = 0 if saved is None else saved.n_bytes
+                on_disk.check_disk(self._directory, self._n_bytes - written)
         # An example is never split across shards, so a shard has at least one.
         per_shard = max(1, shard_bytes // example_bytes)
         made_by = versions(("tl_devicefix", "transformer_lens", "torch"))
@@ -226,7 +223,6 @@ class _Save:
             write_index(self._directory, index)
         else:
             self._saved.compare_index(index)
-            self._saved.compare_tokens(batch.stored, 0, min(n_examples, saved.n_examples))
         # `_run` uses these instead of running the first batch again.
         is_on_disk = saved is not None and saved.n_examples >= n_examples
         self._first_tensors = {} if is_on_disk else tensors
@@ -299,7 +295,7 @@ class _Save:
             tensors, self._first_tensors = self._first_tensors, {}
         else:
             tensors = self._forward(view, batch)
-        before, now = self._entries, self._entries_of(batch, tensors)
+        before, now = self._entries, self._selection.entries_of(tensors, batch)
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
                 raise ValueError(
@@ -319,10 +315,4 @@ class _Save:
             return_cache_object=False,
             **{**self._arguments, **batch.arguments},
         )
-        return self._selection.select(cache, len(batch.inputs), batch.saved)
-
-    def _entries_of(
-        self, batch: TokenBatch, tensors: dict[str, torch.Tensor]
-    ) -> dict[str, StoredTensor]:
-        n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
-        return self._selection.entries_of(tensors, n_rows)
+        return self._selection.select(cache, batch)

@@ -69,12 +69,9 @@ class Selection:
         return saved.to("cpu", copy=True)  # it is written later, and may be a reused buffer
 
     def select(
-        self,
-        cache: Mapping[str, torch.Tensor],
-        n_examples: int,
-        saved: Bool[torch.Tensor, "batch pos"] | None,
+        self, cache: Mapping[str, torch.Tensor], batch: TokenBatch
     ) -> dict[str, torch.Tensor]:
-        """Select the activations of the `saved` tokens from a forward's cache, on their devices."""
+        """Select the activations of a batch's saved tokens from a cache, on their devices."""
         stored = cache.stored() if isinstance(cache, CacheAtHome) else cache
         activations = {
             name: activation
@@ -95,12 +92,12 @@ class Selection:
             activation = activation.detach()
             # One row for all examples, such as a Bridge's rotary tables: [1, ...] -> [batch, ...]
             if activation.shape[:1] == (1,):
-                activation = activation.expand(n_examples, *activation.shape[1:])
+                activation = activation.expand(len(batch.inputs), *activation.shape[1:])
             if (transform := by_name.get(name)) is not None:
                 activation = _transformed(name, activation, transform)
-            elif saved is not None and name.endswith(NOT_BY_TOKEN):
+            elif batch.saved is not None and name.endswith(NOT_BY_TOKEN):
                 raise _not_by_token(name, activation)
-            activations[name] = self._selected(name, activation, saved)
+            activations[name] = self._selected(name, activation, batch.saved)
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
@@ -122,9 +119,9 @@ class Selection:
         return activation.flatten(0, 1).index_select(0, rows)
 
     def entries_of(
-        self, tensors: Mapping[str, torch.Tensor], n_rows: int
+        self, tensors: Mapping[str, torch.Tensor], batch: TokenBatch
     ) -> dict[str, StoredTensor]:
-        """Return the index entries of a batch's activations, with `n_rows` examples or tokens.
+        """Return the index entries of a batch's selected activations.
 
         Raises:
             ValueError: for activations that cannot be stored, and names without an activation.
@@ -139,7 +136,8 @@ class Selection:
             raise ValueError(
                 "names_filter selects no activation of this model: see model.hook_dict"
             )
-        axis: Axis = "example" if self.token_mask is None else "token"
+        axis: Axis = "example" if batch.saved is None else "token"
+        n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
         for name, tensor in tensors.items():
             if tensor.shape[:1] != (n_rows,):
                 raise ValueError(
@@ -253,15 +251,10 @@ def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tenso
                     f"remove them, or pass {name}=... to save_activations if they are the same for "
                     "all batches"
                 )
+    elif isinstance(item, (list, tuple)) and len(item) and isinstance(item[0], str):
+        return list(item), None
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
         (tokens,) = item  # as from a DataLoader of a TensorDataset
-    if isinstance(tokens, (list, tuple)) and len(tokens) and isinstance(tokens[0], str):
-        if mask is not None:
-            raise ValueError(
-                f"item {number} of batches has texts and an attention_mask, but texts get a mask "
-                "of their own: give tokens, or remove it"
-            )
-        return list(tokens), None
     try:
         tokens = _as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError):

@@ -41,16 +41,12 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     Args:
         stored: the activation.
-        batch_size: the number of rows in a batch.
-        shuffle: False for the order on disk.
-        seed: the seed of the order.
-        device: the device of the batches; by default the CPU.
-        epochs: the number of passes over all rows; None for endless batches.
         group_bytes: the size of a group, of which three are in memory.
         by_token: True if stored examples are `[pos, ...]`: then a row of a batch is a token.
+        batch_size, shuffle, seed, device, epochs: as in `SavedActivations.activations`.
 
     Raises:
-        ValueError: for a number below 1, a `shuffle` that is not a bool, or an unavailable device.
+        ValueError: for a number below 1, or an unavailable device.
     """
 
     def __init__(
@@ -65,19 +61,16 @@ class TokenBatches(Iterator[torch.Tensor]):
         group_bytes: int,
         by_token: bool,
     ) -> None:
-        if shuffle not in (True, False):
-            raise ValueError(f"shuffle must be True or False, but is {shown(shuffle)}")
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
-        self._rows = _ActivationRows(stored, by_token)
-        self._batch_size, self._seed, self._epochs = batch_size, seed, epochs
-        self._shuffle = shuffle
+        self._groups = _Groups(stored, by_token, group_bytes, shuffle, seed)
+        self._name, self._batch_size, self._epochs = stored.entry.name, batch_size, epochs
+        self._shuffle, self._seed = shuffle, seed
         # Leave a device's index to torch: `resolve` would import TransformerLens for it.
         self._device = resolve(device) if isinstance(device, str | torch.device) else device
-        self._group_rows = max(1, group_bytes // self._rows.bytes)
         # Round up: an epoch's last batch may be smaller.
-        self._batches_per_epoch = -(-self._rows.count // batch_size)
+        self._batches_per_epoch = -(-self._groups.n_rows // batch_size)
         self._n_returned = 0
         self._iterator: Generator[torch.Tensor, None, None] | None = None
 
@@ -92,7 +85,8 @@ class TokenBatches(Iterator[torch.Tensor]):
         return self._epochs * self._batches_per_epoch
 
     def __next__(self) -> torch.Tensor:
-        if not self._rows.count or (self._epochs is not None and self._n_returned >= len(self)):
+        is_over = self._epochs is not None and self._n_returned >= len(self)
+        if is_over or not self._groups.n_rows:
             self.close()
             raise StopIteration
         try:
@@ -108,11 +102,10 @@ class TokenBatches(Iterator[torch.Tensor]):
 
     def _from_position(self) -> Generator[torch.Tensor, None, None]:
         epoch, batch = divmod(self._n_returned, self._batches_per_epoch)
-        groups = _Groups(self._rows, self._group_rows, self._shuffle, self._seed)
-        row = batch * self._batch_size
+        n_rows, row = self._groups.n_rows, batch * self._batch_size
         # Use a function, not a method: the thread must not keep this object alive.
-        read = _read_ahead(groups.read(epoch, row, self._epochs))
-        return _batches(read, self._batch_size, self._rows.count - row, self._rows.count)
+        read = _read_ahead(self._groups.read(epoch, row, self._epochs))
+        return _batches(read, self._batch_size, n_rows - row, n_rows)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position, for `load_state_dict` of batches with the same arguments.
@@ -122,8 +115,8 @@ class TokenBatches(Iterator[torch.Tensor]):
         """
         return {
             "batch_size": self._batch_size,
-            "name": self._rows.name,
-            "rows": self._rows.count,
+            "name": self._name,
+            "rows": self._groups.n_rows,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "batches": self._n_returned,
@@ -183,37 +176,30 @@ def _batches(
                 missing = min(batch_size, left)
 
 
-class _ActivationRows:
-    """The rows of an activation across all shards: tokens, or examples."""
+class _Groups:
+    """The rows of an activation in all shards, in groups of blocks; a row is a token or an example.
 
-    def __init__(self, stored: Stored, by_token: bool) -> None:
+    Attributes:
+        n_rows: the number of rows.
+    """
+
+    def __init__(
+        self, stored: Stored, by_token: bool, group_bytes: int, shuffle: bool, seed: int
+    ) -> None:
         entry = stored.entry
-        self._stored, self.name, self.dtype = stored, entry.name, stored.dtype
+        self._stored, self._shuffle, self._seed = stored, shuffle, seed
         self._is_flat = by_token and entry.axis == "example"
         n_tokens = entry.shape[0] if self._is_flat else 1
-        self.shape = entry.shape[1:] if self._is_flat else entry.shape
-        self.rows_by_shard = [n * n_tokens for n in stored.rows_of_shards()]
-        self.count = sum(self.rows_by_shard)
-        self.bytes = max(1, entry.row_bytes // n_tokens)
-
-    def shard_bytes(self, shard: int) -> np.ndarray:
-        """Return a shard's rows as bytes [rows, bytes], which numpy copies fastest."""
-        rows = self._stored.map_shard(shard)  # [examples, pos, ...], or [rows, ...]
-        rows = rows.flatten(0, 1) if self._is_flat else rows  # [rows, ...]
-        return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
-
-
-class _Groups:
-    """The blocks of each group, and the order of the rows within a group."""
-
-    def __init__(self, rows: _ActivationRows, group_rows: int, shuffle: bool, seed: int) -> None:
-        block_rows = max(1, BYTES_OF_BLOCK // rows.bytes)
-        self._rows, self._group_rows = rows, group_rows
-        self._shuffle, self._seed = shuffle, seed
+        self._shape = entry.shape[1:] if self._is_flat else entry.shape
+        self._row_bytes = max(1, entry.row_bytes // n_tokens)
+        self._group_rows = max(1, group_bytes // self._row_bytes)
+        rows_by_shard = [n * n_tokens for n in stored.rows_of_shards()]
+        self.n_rows = sum(rows_by_shard)
+        block_rows = max(1, BYTES_OF_BLOCK // self._row_bytes)
         self._blocks = torch.tensor(
             [
                 (shard, start, min(block_rows, count - start))
-                for shard, count in enumerate(rows.rows_by_shard)
+                for shard, count in enumerate(rows_by_shard)
                 for start in range(0, count, block_rows)
             ],
             device="cpu",
@@ -245,14 +231,20 @@ class _Groups:
     ) -> torch.Tensor:
         """Read the rows of some blocks, each to its place; without places, in the order on disk."""
         # [rows, bytes]; numpy asks for huge pages
-        out, at = np.empty((size, self._rows.bytes), np.uint8), 0
+        out, at = np.empty((size, self._row_bytes), np.uint8), 0
         for shard, start, count in sorted(blocks):  # in the order on disk
             if shard not in self._mapped:
-                self._mapped[shard] = self._rows.shard_bytes(shard)
+                self._mapped[shard] = self._shard_bytes(shard)
             where = slice(at, at + count) if places is None else places[at : at + count].numpy()
             out[where] = self._mapped[shard][start : start + count]
             at += count
-        return torch.from_numpy(out).view(self._rows.dtype).view(size, *self._rows.shape)
+        return torch.from_numpy(out).view(self._stored.dtype).view(size, *self._shape)
+
+    def _shard_bytes(self, shard: int) -> np.ndarray:
+        """Return a shard's rows as bytes [rows, bytes], which numpy copies fastest."""
+        rows = self._stored.map_shard(shard)  # [examples, pos, ...], or [rows, ...]
+        rows = rows.flatten(0, 1) if self._is_flat else rows  # [rows, ...]
+        return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
 
     def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
         """Draw a permutation that depends on seed, epoch and group alone."""

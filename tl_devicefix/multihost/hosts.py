@@ -28,8 +28,7 @@ class Host:
     Attributes:
         name: "node-b"; "host1" if two hosts have the same name.
         devices: the names of its devices there ("cuda:0"), in order.
-        forgotten: numbers of values that the worker may free. The next run, load or
-            `free_memory` sends them.
+        forgotten: numbers of values that the worker may free, which the next call sends.
     """
 
     def __init__(self, name: str, devices: tuple[str, ...] = ()) -> None:
@@ -39,21 +38,21 @@ class Host:
         """End the worker."""
         raise NotImplementedError
 
-    def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the host's `Worker`, and wait for its result.
+    def send(self, *message: object) -> Any:
+        """Send the arguments of `Worker.call`, and wait for its result.
 
         Raises:
-            HostLost: within seconds, if the host is lost.
+            HostLost: if the host is lost.
         """
         raise NotImplementedError
 
-    def take_forgotten(self) -> list[int]:
-        """Empty `forgotten`, and return its numbers."""
-        taken: list[int] = []
+    def call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the host's `Worker`, and wait for its result."""
+        forget: list[int] = []
         with contextlib.suppress(IndexError):  # other threads may append, and take
             while True:
-                taken.append(self.forgotten.pop())
-        return taken
+                forget.append(self.forgotten.pop())
+        return self.send(method, arguments, forget)
 
 
 class Hosts(Elsewhere):
@@ -66,33 +65,20 @@ class Hosts(Elsewhere):
             own = [torch.device(here.type, number) for number in range(device_count(here.type))]
         named = [(socket.gethostname(), tuple(map(str, own)))]
         named += [(host.name, host.devices) for host in hosts]
-        n_elsewhere = sum(len(host.devices) for host in hosts)
-        self.devices = (*own, *map(elsewhere, range(n_elsewhere)))
-        self._names: dict[torch.device, str] = {}
-        # Host -> a device's name or number there -> the device.
-        by_number: dict[str, dict[str, torch.device]] = {}
-        by_name: dict[str, dict[str, torch.device]] = {}
-        left = iter(self.devices)
-        for number, (host, names) in enumerate(named):
-            there = list(zip(names, left))
-            self._names |= {device: f"{host}/{name}" for name, device in there}
-            numbered = {str(index): device for index, (_, device) in enumerate(there)}
-            by_number[f"host{number}"] = by_name[host] = numbered | dict(reversed(there))
-        self._by_host = by_number | by_name  # a host's name takes precedence over a number
+        names = [f"{host}/{device}" for host, devices in named for device in devices]
+        self.devices = (*own, *map(elsewhere, range(len(names) - len(own))))
+        self._names = dict(zip(self.devices, names))
+        self._by_name = dict(zip(names, self.devices))
         self.listed = ", ".join(
-            f"{host}/{first}"
-            + (f" to {others[-1]}" if others else "")
-            + ("" if f"host{number}" in by_name else f" (host{number})")
-            for number, (host, (first, *others)) in enumerate(named)
+            f"{host}/{first}" + (f" to {others[-1]}" if others else "")
+            for host, (first, *others) in named
         )
 
     def find(self, name: str) -> torch.device:
-        """Return the device of "node-b/cuda:1", "node-b/1" or "host1/cuda:1"."""
-        host, _, device = name.rpartition("/")
-        found = self._by_host.get(host, {}).get(device)
-        if found is None:
+        """Return the device that has a name such as "node-b/cuda:1"."""
+        if name not in self._by_name:
             raise ValueError(f"device {name!r} does not exist: name one of {self.listed}")
-        return found
+        return self._by_name[name]
 
     def name_of(self, device: torch.device) -> str:
         """Return a device's name with its host: "node-b/cuda:1"."""
@@ -101,7 +87,7 @@ class Hosts(Elsewhere):
     def free_memory(self, device: torch.device) -> int:
         """Return a device's free bytes, after its worker has freed what nobody needs."""
         host, number = host_of(device)
-        return int(host.call("free_memory", number, host.take_forgotten()))
+        return int(host.call("free_memory", number))
 
 
 _joined: tuple[Host, ...] = ()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import socket
-import sys
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -21,11 +18,7 @@ from tl_devicefix.multihost.worker import Worker
 from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
-_INSTALL = "pip install ray"
 _CALLS_AT_ONCE = 64
-_PINGS = "pings"
-_PATIENCE, _TO_ANSWER = 5.0, 10.0
-"""Seconds until a call's worker is pinged, then until it must answer; busy workers answer too."""
 _PACKAGES_ALIKE = ("torch", "transformers", "transformer_lens", "tl_devicefix")
 
 
@@ -43,10 +36,10 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
         wait: seconds to wait for workers to start.
 
     Raises:
-        ImportError: if a cluster is asked for, and Ray is not installed.
+        ImportError: if Ray is not installed.
         ConnectionError: if no cluster is at the address.
-        RuntimeError: if a node has another version of Python, torch, transformers,
-            TransformerLens or this package, or starts no worker in time.
+        RuntimeError: if a node has another version of torch, transformers, TransformerLens or this
+            package, or starts no worker in time.
     """
     with one_load:
         if joined_hosts() and all(map(_answers, joined_hosts())):
@@ -79,7 +72,7 @@ def leave_hosts() -> None:
 
 def _answers(host: Host) -> bool:
     try:
-        host.call("forget", [])  # any call would do
+        host.call("free_memory", 0)  # any call would do
     except HostLost:
         return False
     return True
@@ -87,19 +80,13 @@ def _answers(host: Host) -> bool:
 
 def _connect(address: str) -> bool:
     """Connect to a Ray cluster; return False if there is none and the user named none."""
-    asked_for = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    if importlib.util.find_spec("ray") is None:
-        if asked_for:
-            raise ImportError(f"init_hosts() needs Ray to join {asked_for!r}: {_INSTALL}")
-        warnings.warn(
-            f"init_hosts() has joined no other host, as Ray is not installed: {_INSTALL}",
-            stacklevel=3,
-        )
-        return False
-    import ray
-
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("init_hosts() needs Ray: pip install ray") from error
     if ray.is_initialized():
         return True
+    asked_for = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     _check_that_it_answers(asked_for)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -152,14 +139,11 @@ def _check_versions(host: str, versions_there: dict[str, str]) -> None:
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions of the packages that a process computes with.
+    """Return the versions of the packages that a process computes with; Ray compares Python's.
 
     Builds of torch for different accelerators, "2.13.0+cu126" and "2.13.0+cpu", count as the same.
     """
-    public = {
-        name: version.partition("+")[0] for name, version in versions(_PACKAGES_ALIKE).items()
-    }
-    return {"Python": "{}.{}".format(*sys.version_info), **public}
+    return {name: version.partition("+")[0] for name, version in versions(_PACKAGES_ALIKE).items()}
 
 
 class WorkerActor(Worker):
@@ -179,12 +163,9 @@ class WorkerActor(Worker):
         """Return the worker's devices, and the versions of its packages."""
         return self.devices, own_versions()
 
-    def ping(self) -> None:
-        """Give a sign of life."""
-
-    def call(self, method: str, arguments: object) -> Any:
-        """Call a method of the worker, with packed arguments; pack its result."""
-        return _packed(getattr(self, method)(*_unpacked(arguments)))
+    def call_packed(self, *packed: object) -> object:
+        """Call a method as `Worker.call` does, with packed arguments; pack its result."""
+        return _packed(self.call(*_unpacked(packed)))
 
 
 class _Packed:
@@ -226,13 +207,11 @@ class RayHost(Host):
 
         super().__init__(name)
         self._ray = ray
-        self._n_gpus = n_gpus
         options: dict[str, Any] = {
             "num_cpus": 0,  # Ray's other jobs may hold all CPUs
             "num_gpus": n_gpus,
             "max_restarts": 0,  # a new process would not have the weights
             "max_concurrency": _CALLS_AT_ONCE,
-            "concurrency_groups": {_PINGS: 1},  # so that a ping waits for no call
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
         actor = ray.remote(**options)(WorkerActor)
@@ -249,39 +228,25 @@ class RayHost(Host):
             self.devices, there = ray.get(self._actor.describe.remote(), timeout=wait)
             return there
         except ray.exceptions.GetTimeoutError:
-            in_use = f"; it needs all {self._n_gpus:g} GPUs of the node" if self._n_gpus else ""
             raise RuntimeError(
-                f"{self.name} has started no worker for {wait:g} s{in_use}: `ray status` says "
-                "what is in use there"
+                f"{self.name} has started no worker, which needs all of its GPUs, for {wait:g} s: "
+                "`ray status` says what is in use there"
             ) from None
         except ray.exceptions.RayError as error:
             last_line = str(error).strip().splitlines()[-1]
             raise RuntimeError(f"{self.name} cannot start a worker: {last_line}") from error
 
-    def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the worker, and wait for its result."""
+    def send(self, *message: object) -> Any:
+        """Send a message to `Worker.call`, and wait for its result."""
         ray = self._ray
         if not ray.is_initialized():  # the call would start a new cluster
             raise self._lost("ray.shutdown() was called")
-        reference = self._actor.call.remote(method, _packed(arguments))
         try:
-            while True:
-                try:
-                    return _unpacked(ray.get(reference, timeout=_PATIENCE))
-                except ray.exceptions.GetTimeoutError:  # a long call, or a worker that hangs
-                    self._ping()
+            return _unpacked(ray.get(self._actor.call_packed.remote(*_packed(message))))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error  # the traceback of the worker
         except ray.exceptions.RayError as error:
             raise self._lost("its process or its node ended") from error
-
-    def _ping(self) -> None:
-        ping = self._actor.ping.options(concurrency_group=_PINGS).remote()
-        try:
-            self._ray.get(ping, timeout=_TO_ANSWER)
-        except self._ray.exceptions.GetTimeoutError:
-            self.end()  # wakes up other threads that wait for it
-            raise self._lost(f"it gave no sign of life for {_PATIENCE + _TO_ANSWER:g} s") from None
 
     def _lost(self, why: str) -> HostLost:
         return HostLost(

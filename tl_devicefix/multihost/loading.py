@@ -64,7 +64,7 @@ def loading_elsewhere(
         for host in hosts:
             device_map: dict[str, int | None] = {c.name: None for c in placement.components}
             device_map |= {block: index for block, (of, index) in places.items() if of is host}
-            request = models[host].number, load, name, passed_on, device_map, host.take_forgotten()
+            request = models[host].number, load, name, passed_on, device_map
             loads.append(pool.submit(host.call, "load", *request))
         yield {block: models[host] for block, (host, _) in places.items()}
         for loaded in loads:

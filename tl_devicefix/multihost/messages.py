@@ -18,10 +18,10 @@
 
     fetch(number, name)                   --->  a weight, a cached activation, or keys or values
     apply(model, "process_weights", ...)  --->  changes all weights of its blocks
-    forget(numbers)                       --->  frees what home has dropped
 
 The worker keeps models, paused runs with their graphs, activations and KV caches, each under a
-number that home chose. A tensor that it keeps is named by a `KeptTensor`, in both directions.
+number that home chose. Each call also has the numbers of those that home has dropped since the last
+one. A tensor that the worker keeps is named by a `KeptTensor`, in both directions.
 
 Tensors in a message are on the CPU, without gradients; `Host` lists the other types allowed.
 """
@@ -34,10 +34,14 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from jaxtyping import Float
 from torch.utils._pytree import register_dataclass, tree_map_only
+from transformers import cache_utils
 
 from tl_devicefix.placement.elsewhere import plain
 
 _Value = TypeVar("_Value")
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype)
+"""The types of attributes and settings that are sent, besides tensors and devices."""
 
 Output: TypeAlias = torch.Tensor | tuple[Any, ...]
 """What a block returns: the residual stream, or a tuple that begins with it."""
@@ -58,9 +62,17 @@ class KeptTensor:
         return KeptTensor(number, name, tuple(tensor.shape), tensor.dtype)
 
 
+CacheEntry: TypeAlias = Any
+"""A block's part of a KV cache: TransformerLens's entry, or a layer of transformers' cache."""
+
+
 @dataclass
 class EntryState:
-    """A block's part of a KV cache, sent in place of the cache.
+    """A `CacheEntry` as it is sent. Its tensors stay with the worker until home reads them.
+
+    1. Home sends keys and values; for those that only the worker has, each one's `KeptTensor`.
+    2. The worker builds an entry from it, and the block appends to that entry.
+    3. The worker keeps the new tensors; home's entry gets `RemoteTensor`s for them.
 
     Attributes:
         kind: its class.
@@ -110,7 +122,6 @@ class RunRequest:
         has_graph: True if gradients are enabled.
         settings: home's values of torch's settings that change results.
         facts: facts about the model's forward that its blocks need (`SENT_FACTS`).
-        forget: numbers of values to free first.
     """
 
     run: int
@@ -121,7 +132,6 @@ class RunRequest:
     has_graph: bool
     settings: list[object]
     facts: object
-    forget: list[int]
 
 
 @dataclass
@@ -150,6 +160,45 @@ class Reply:
 
 for _kind in (EntryState, StepRequest, RunRequest, Reply):
     register_dataclass(_kind)  # so that `tree_map` finds the tensors in it
+
+
+_GROWING = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer
+
+
+def layer_of_cache(cache: cache_utils.Cache, index: int) -> CacheEntry | None:
+    """Return a layer's entry of transformers' cache; None if the entry cannot be sent.
+
+    Only entries that grow by appending can be sent: a linear attention's state cannot.
+    """
+    # Require the exact class: subclasses store keys and values elsewhere, or quantised.
+    if type(cache) is not cache_utils.DynamicCache or index > len(cache.layers):
+        return None
+    if index == len(cache.layers):  # transformers adds a layer on first use
+        if not cache.layer_class_to_replicate:
+            return None
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    return layer if type(layer) in _GROWING else None
+
+
+def attributes_of(entry: CacheEntry) -> dict[str, object]:
+    """Return an entry's keys and values, and its plain attributes, such as `frozen`."""
+    types = *PLAIN, torch.Tensor, torch.device
+    return {name: value for name, value in vars(entry).items() if isinstance(value, types)}
+
+
+def set_attributes(entry: CacheEntry, attributes: dict[str, object], device: torch.device) -> None:
+    """Set an entry's attributes, replacing the sender's devices with `device`."""
+    for name, value in attributes.items():
+        setattr(entry, name, device if isinstance(value, torch.device) else value)
+
+
+def as_cache(entry: CacheEntry, index: int) -> cache_utils.Cache:
+    """Return a transformers cache that holds one layer's entry."""
+    cache = cache_utils.DynamicCache()
+    # Earlier layers are None: a layer reads its own entry only, by its index.
+    cache.layers = [None] * index + [entry]  # type: ignore[assignment]  # typed without None
+    return cache
 
 
 def sent(value: _Value) -> _Value:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -36,15 +36,18 @@ from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, is_in_for
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.hosts import Host
-from tl_devicefix.multihost.kv_caches import attributes_of, layer_of_cache, set_attributes
 from tl_devicefix.multihost.messages import (
+    PLAIN,
     EntryState,
     KeptTensor,
     Output,
     Reply,
     RunRequest,
     StepRequest,
+    attributes_of,
+    layer_of_cache,
     sent,
+    set_attributes,
 )
 from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, settings
@@ -53,9 +56,6 @@ from tl_devicefix.placement.elsewhere import plain
 
 _REMOTE = "_tl_devicefix_remote"
 _numbers = count(1)
-
-_Module = TypeVar("_Module", bound="RemoteModule")
-_Value = TypeVar("_Value")
 
 
 class RemoteHandle:
@@ -99,7 +99,7 @@ class RemoteModel(RemoteHandle):
             return value.to(self.home)
 
         like = kept.shape, kept.dtype, self.home
-        return RemoteTensor(fetch, *like, weight_is, source=(handle, kept))
+        return RemoteTensor(fetch, *like, weight_is, handle=handle, kept=kept)
 
 
 class _Record:
@@ -152,9 +152,7 @@ class _Record:
         changed, now = self.remote.changed, {}
         for path, loaded in self._configs.items():
             settings = vars(config_at(block, path)).items()
-            now[path] = {
-                name: value for name, value in settings if isinstance(value, _SENT_SETTINGS)
-            }
+            now[path] = {name: value for name, value in settings if isinstance(value, PLAIN)}
             changed |= {k for k, value in now[path].items() if loaded.get(k) != value}
         return {path: {k: its[k] for k in changed & its.keys()} for path, its in now.items()}
 
@@ -167,10 +165,6 @@ class _Record:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
         return self
-
-
-_SENT_SETTINGS = (type(None), bool, int, float, str, torch.dtype)
-"""The types of settings that are sent. A config may hold anything."""
 
 
 class RemoteModule(nn.Module):
@@ -192,8 +186,17 @@ class RemoteModule(nn.Module):
         super().__setattr__(name, value)
 
     def _check_name(self, name: str) -> None:
-        if not name.startswith("hook_"):  # a module may replace a hook point
+        # A module may replace a hook point; a whole block's `forward` runs here, around the call.
+        runs_here = name == "forward" and isinstance(self, RemoteBlock)
+        if not (name.startswith("hook_") or runs_here):
             self._refuse(f"{name} was")
+
+    def _check_hook(self, hook: object) -> None:
+        # A Bridge registers its own hooks, here and on the worker.
+        module = str(getattr(hook, "__module__", ""))
+        is_known = module.startswith("transformer_lens.model_bridge") or records(hook)
+        if not (is_known or isinstance(self, RemoteBlock)):
+            self._refuse("torch hooks were")
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -212,42 +215,27 @@ _SET_BY_LIBRARIES = {
 """torch and TransformerLens set these; those that change results, `call_everywhere` sets there."""
 
 
-class RemotePart(RemoteModule):
-    """A module within a remote block."""
-
-
 def _checking_method(
-    method: str, check: Callable[[_Module, _Value], None]
+    method: str, check: Callable[[RemoteModule, Any], None]
 ) -> Callable[..., object]:
     """Return `nn.Module`'s `method`, preceded by a `check` of its first argument."""
 
-    def register(self: _Module, given: _Value, *args: object, **kwargs: object) -> object:
+    def register(self: RemoteModule, given: Any, *args: object, **kwargs: object) -> object:
         check(self, given)
         return getattr(nn.Module, method)(self, given, *args, **kwargs)
 
     return register
 
 
-def _check_hook(part: RemotePart, hook: object) -> None:
-    # A Bridge registers its own hooks, here and on the worker.
-    from_bridge = str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge")
-    if not (from_bridge or records(hook)):
-        part._refuse("torch hooks were")
-
-
-for _method in ("add_module", "register_module", "register_parameter", "register_buffer"):
+for _method in ("add_module", "register_parameter", "register_buffer"):
     setattr(RemoteModule, _method, _checking_method(_method, RemoteModule._check_name))
 for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "backward"):
     _method = f"register_{_kind}_hook"
-    setattr(RemotePart, _method, _checking_method(_method, _check_hook))
+    setattr(RemoteModule, _method, _checking_method(_method, RemoteModule._check_hook))
 
 
 class RemoteBlock(RemoteModule):
     """A block whose weights are on another host. Hooks on the block itself run here."""
-
-    def _check_name(self, name: str) -> None:
-        if name != "forward":  # it takes effect here, around the call
-            super()._check_name(name)
 
 
 _WAITING = "remote blocks"
@@ -257,15 +245,14 @@ _WAITING = "remote blocks"
 def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
     """Run the block on its host; in a model's forward, one call runs it and those that follow."""
     record: _Record = vars(self)[_REMOTE]
-    # A Bridge's block makes these calls first: they implement `start_at_layer`, `stop_at_layer`.
-    for name in ("_maybe_inject_start_residual", "_check_stop_at_layer"):
-        if hasattr(self, name):
-            changed = getattr(self, name)(*((args, kwargs) if "start" in name else args))
-            args, kwargs = changed or (args, kwargs)
+    block: Any = self
+    if hasattr(block, "_maybe_inject_start_residual"):  # a Bridge's block begins with these calls
+        args, kwargs = block._maybe_inject_start_residual(args, kwargs)
+    if hasattr(block, "_check_stop_at_layer"):
+        block._check_stop_at_layer(*args, **kwargs)
     if not args:  # the residual stream may be passed by name
         name = next(name for name in ("hidden_states", "resid_pre") if name in kwargs)
-        args = (kwargs[name],)
-        kwargs = {other: value for other, value in kwargs.items() if other != name}
+        args = (kwargs.pop(name),)
     x, *others = args
     step = _Step(self, record, others, kwargs)
     kept = forward_cache()
@@ -305,7 +292,7 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
                         tensors[key] = remote.weight(full, tensor)
             if not isinstance(module, HookPoint):
                 vars(module)[_REMOTE] = record
-                mixin = RemotePart if path else RemoteBlock
+                mixin = RemoteModule if path else RemoteBlock
                 module.__class__ = _remote_class(module.__class__, mixin)
 
 
@@ -437,12 +424,11 @@ class _Step:
                 "gradients do not pass through a KV cache of blocks on another host: run what "
                 "fills the cache, or what uses it, within torch.no_grad()"
             )
-        if not value.source:  # a view, which is sent by its values
+        if not value.kept:  # a view, which is sent by its values
             return value
-        handle, kept = value.source
-        self._used.append(handle)
-        is_there = handle.host is self.record.remote.host and not value.is_fetched
-        return kept if is_there else value.read()
+        self._used.append(value.handle)
+        is_there = value.handle.host is self.record.remote.host and not value.is_fetched
+        return value.kept if is_there else value.read()
 
     def message(self) -> StepRequest:
         """Return the step as it is sent to the worker."""
@@ -533,7 +519,6 @@ class _RemoteRun(RemoteHandle):
             has_graph=torch.is_grad_enabled(),
             settings=settings(),
             facts=forward_cache().get(SENT_FACTS),
-            forget=self.host.take_forgotten(),
         )
         ask = partial(self._replied, "begin", sent(request))
         # Tensors that both sides hold, in the worker's order. If the activation at a tap is one of

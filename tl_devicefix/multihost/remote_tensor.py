@@ -18,7 +18,6 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import storage_of
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 
@@ -47,13 +46,13 @@ class RemoteTensor(TensorElsewhere):
     """A tensor of another host; see the module.
 
     Attributes:
-        source: the `RemoteHandle` that keeps it on the worker, and its `KeptTensor`; None for a
-            view, and if the worker does not keep it.
-        handle: that handle, which a view has too; None if the worker does not keep it.
+        handle: the `RemoteHandle` that keeps it, or what it views, on the worker; None if the
+            worker does not keep it.
+        kept: its `KeptTensor`; None for a view, and if the worker does not keep it.
     """
 
-    source: Any
     handle: Any
+    kept: Any
     _is_param: bool  # makes torch take it for a parameter
     _weight_is: str
     _waits: bool
@@ -69,9 +68,9 @@ class RemoteTensor(TensorElsewhere):
         device: torch.device,
         weight_is: str = "",
         waits: bool = False,
-        source: object = None,
-        strides: tuple[int, ...] | None = None,
         handle: object = None,
+        kept: object = None,
+        strides: tuple[int, ...] | None = None,
     ) -> RemoteTensor:
         """Make a tensor whose values `fetch` returns.
 
@@ -82,14 +81,13 @@ class RemoteTensor(TensorElsewhere):
             device: home.
             weight_is: where a weight is: "blocks.7.attn.W_Q is on node-b"; "" for other kinds.
             waits: True for the output of blocks that have not run, which may have a graph.
-            source: see the class.
+            handle: see the class.
+            kept: see the class.
             strides: the strides of the values; None if they are contiguous.
-            handle: see the class; by default, that of `source`.
         """
         made = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device)
         made._is_param, made._weight_is, made._waits = bool(weight_is), weight_is, waits
-        made._fetch, made._value, made.source = fetch, None, source
-        made.handle = made.source[0] if made.source else handle
+        made._fetch, made._value, made.handle, made.kept = fetch, None, handle, kept
         return made
 
     @property
@@ -113,6 +111,8 @@ class RemoteTensor(TensorElsewhere):
         kwargs = kwargs or {}
         this = args[0] if args and type(args[0]) is RemoteTensor else None
         if this is not None and this._value is None:
+            if func == _T.is_leaf.__get__:  # an optimiser asks this of each of its parameters
+                refuse_weights([this])
             if func in _FACTS or (func in _WITHOUT_GRAPH and not this._waits):
                 with DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -134,8 +134,8 @@ class RemoteTensor(TensorElsewhere):
                     return RemoteTensor(
                         lambda: func(this.read(), *args[1:], **kwargs),
                         *(like.shape, like.dtype, this.device, this._weight_is),
-                        strides=like.stride(),
                         handle=this.handle,
+                        strides=like.stride(),
                     )
         _refuse_changes(func, args, kwargs)
         weights: dict[int, str] = {}  # storage of a fetched weight -> where it is
@@ -220,20 +220,3 @@ def refuse_weights(tensors: Iterable[object]) -> None:
                 "gradients; change a .clone() of it, give the optimiser only parameters with "
                 "requires_grad, or load the model on this host's devices alone"
             )
-
-
-@patches("Optimizer", takes="self param_group", why="weights of other hosts are frozen")
-def add_param_group(
-    original: Callable[..., None], self: torch.optim.Optimizer, *args: Any, **kwargs: Any
-) -> None:
-    """Wrap `Optimizer.add_param_group`, which each optimiser calls when it is made.
-
-    Raises:
-        RuntimeError: if the group has weights of other hosts.
-    """
-    original(self, *args, **kwargs)
-    try:
-        refuse_weights(self.param_groups[-1]["params"])
-    except RuntimeError:
-        del self.param_groups[-1]
-        raise

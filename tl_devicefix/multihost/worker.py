@@ -29,15 +29,18 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
-from tl_devicefix.multihost.kv_caches import CacheEntry, as_cache, attributes_of, set_attributes
 from tl_devicefix.multihost.messages import (
+    CacheEntry,
     EntryState,
     KeptTensor,
     Output,
     Reply,
     RunRequest,
     StepRequest,
+    as_cache,
+    attributes_of,
     sent,
+    set_attributes,
 )
 from tl_devicefix.placement.devices import free_memory
 from tl_devicefix.placement.elsewhere import elsewhere
@@ -83,19 +86,19 @@ class Worker:
         self.devices = tuple(devices)
         self._kept = _Kept()
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Free the values with these numbers; a paused run ends."""
-        for number in numbers:
+    def call(self, method: str, arguments: Sequence[object], forget: Sequence[int]) -> Any:
+        """Call a method, after the values with the numbers `forget` were freed."""
+        for number in forget:
             item = self._kept.pop(number, None)
             if isinstance(item, _PausableRun):
                 item.end()
             elif isinstance(item, _Model):
                 del item
                 gc.collect()  # the modules of a model refer to each other
+        return getattr(self, method)(*arguments)
 
-    def free_memory(self, device: int, forget: Sequence[int] = ()) -> int:
-        """Return the free bytes of the device with this index in `devices`, after `forget`."""
-        self.forget(forget)
+    def free_memory(self, device: int) -> int:
+        """Return the free bytes of the device with this index in `devices`."""
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
 
@@ -110,7 +113,6 @@ class Worker:
         name: str,
         arguments: dict[str, object],
         device_map: dict[str, int | None],
-        forget: list[int],
     ) -> None:
         """Load this host's blocks of a model from this host's files.
 
@@ -120,9 +122,7 @@ class Worker:
             name: the checkpoint.
             arguments: the arguments of that method.
             device_map: component -> its device's index in `devices`; None if it is elsewhere.
-            forget: numbers of values to free first.
         """
-        self.forget(forget)
         places = {
             component: elsewhere(0) if index is None else torch.device(self.devices[index])
             for component, index in device_map.items()
@@ -144,7 +144,6 @@ class Worker:
 
     def begin(self, request: RunRequest) -> Reply:
         """Run blocks up to the first tap or the end."""
-        self.forget(request.forget)
         for (get, put), value in zip(_SETTINGS, request.settings):
             if get() != value:
                 put(value)
