@@ -20,7 +20,6 @@ KINDS: dict[str, tuple[str, dict[str, bool]]] = {
     "llama": ("llama", {}),  # RMSNorm, rotary positions, grouped-query attention
     "gpt2": ("gpt2", {}),  # LayerNorm, absolute positions
     "bloom": ("bloom", {}),  # ALiBi
-    "unfolded gpt2": ("gpt2", NO_PROCESSING),
     "unfolded pythia": ("pythia", NO_PROCESSING),  # attention and MLP side by side
     "attention-only": ("attention-only", {}),  # built from a config
 }

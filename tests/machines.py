@@ -1,4 +1,4 @@
-"""Unpatched TransformerLens with a simulated machine."""
+"""Unpatched TransformerLens 3 with a simulated machine."""
 
 from __future__ import annotations
 
@@ -38,13 +38,10 @@ def transformer_lens_alone(machine: Machine) -> Iterator[None]:
         # As its get_best_available_cuda_device: whichever of the first n has most memory free.
         return max(machine.devices[: cfg.n_devices], key=lambda d: machine.mem_get_info(d)[0])
 
-    name = get_best_available_device.__name__
-    # TransformerLens 3 imports the function itself, 2 the module that has it.
-    owner = tl_model if hasattr(tl_model, name) else tl_model.devices
     with (
         tl_devicefix.disabled(),
         mock.patch("torch.cuda.device_count", return_value=len(machine.devices)),
         mock.patch.object(tl_loading, "get_pretrained_model_config", configure_on_first_device),
-        mock.patch.object(owner, name, get_best_available_device),
+        mock.patch.object(tl_model, "get_best_available_device", get_best_available_device),
     ):
         yield

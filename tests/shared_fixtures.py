@@ -443,8 +443,7 @@ def refused(machine: Machine) -> Callable[..., Any]:
             assert text in message
         assert "\n" not in message
         assert in_use(machine) == memory
-        assert vars(HookedTransformer).keys() == patched.keys()
-        assert all(vars(HookedTransformer)[name] is value for name, value in patched.items())
+        assert vars(HookedTransformer) == patched
         if before is not None:
             before.assert_unchanged()
 

@@ -42,18 +42,12 @@ def wrappers(model):
         model.blocks[layer].mlp = Beside(model.blocks[layer].mlp, probe)
 
 
-@pytest.fixture(params=[torch_s_module, wrappers])
-def attached(request, model, reference):
-    """Copies of a spread model and its reference with something attached."""
-    pair = copy.deepcopy(model), copy.deepcopy(reference)
-    for model in pair:
-        request.param(model)
-        model.setup()
-    return pair
-
-
-def test_attached_module_runs_on_its_device_and_follows_to(attached, tokens):
-    model, reference = attached
+@pytest.mark.parametrize("attach", [torch_s_module, wrappers])
+def test_attached_module_runs_on_its_device_and_follows_to(attach, load, reference, tokens):
+    model = load("llama")
+    for variant in (model, reference):
+        attach(variant)
+        variant.setup()
     assert_agrees(model(tokens), reference(tokens), home_of(model))
     assert_agrees(copy.deepcopy(model)(tokens), reference(tokens), home_of(model))
     model.to(device(2))
@@ -68,7 +62,7 @@ def test_attached_module_runs_on_its_device_and_follows_to(attached, tokens):
 def test_module_replacing_an_mlp_runs_and_stays_on_its_device(
     spread, where, load, reference, tokens
 ):
-    model, reference = load("llama", spread), copy.deepcopy(reference)
+    model = load("llama", spread)
     for variant, location in ((model, where), (reference, "cpu")):
         variant.blocks[3].mlp = Probe(variant.cfg.d_model).to(location)
         variant.setup()

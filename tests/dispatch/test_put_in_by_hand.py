@@ -9,7 +9,6 @@ import pytest
 import torch
 from comparison import assert_agrees
 from devices import device
-from model_classes import BRIDGE
 from torch import nn
 
 from tl_devicefix.checking import check
@@ -49,11 +48,13 @@ def masks(model):
         block.attn.mask = model.blocks[-1].attn.mask
 
 
-MOVED = (a_parameter, data, a_module, masks)
-SHARED = (a_module_that_two_blocks_share, a_parameter_that_two_blocks_share)
-OF_HOOKED_TRANSFORMER = (masks, a_module, a_module_that_two_blocks_share)
-"""A Bridge has masks at home, and accelerate's hooks go with its modules, to the device that these
-come from."""
+SHARED = a_parameter_that_two_blocks_share, a_module_that_two_blocks_share
+# A Bridge has masks at home, and accelerate's hooks go with its modules, to the device that these
+# come from.
+OF_HOOKED = [
+    pytest.param(put, marks=pytest.mark.hooked)
+    for put in (a_module, masks, a_module_that_two_blocks_share)
+]
 
 
 @contextlib.contextmanager
@@ -61,9 +62,6 @@ def no_warning():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(assigned from another device|are shared)")
         yield
-
-
-by_name = {"ids": lambda put: put.__name__}
 
 
 def logits_and_gradients(model, tokens):
@@ -75,12 +73,8 @@ def logits_and_gradients(model, tokens):
 
 
 @pytest.mark.fails_unpatched
-@pytest.mark.parametrize("put", [*MOVED, *SHARED], **by_name)
-def test_part_put_in_from_another_device_runs_with_one_warning(
-    put, model_class, load, on_one, machine, tokens
-):
-    if model_class == BRIDGE and put in OF_HOOKED_TRANSFORMER:
-        pytest.skip("only a HookedTransformer's blocks have this part")
+@pytest.mark.parametrize("put", [a_parameter, data, a_parameter_that_two_blocks_share, *OF_HOOKED])
+def test_part_put_in_from_another_device_runs_with_one_warning(put, load, on_one, machine, tokens):
     model, reference = load("llama"), on_one("llama")
     put(model)
     put(reference)

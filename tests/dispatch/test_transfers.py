@@ -101,20 +101,17 @@ def test_model_on_one_device_has_no_hooks_and_no_copies(model, at_home, transfer
 
 
 OF_WEIGHTS = {
-    "W_Q": (lambda model: model.W_Q, ("attn.W_Q",)),
-    "OV": (lambda model: model.OV, ("attn.W_V", "attn.W_O")),
-    # Copied as they are, and repeated there.
-    "grouped": (lambda model: (model.W_K, model.W_V), ("attn._W_K", "attn._W_V")),
     "Q-composition": (
         lambda model: model.all_composition_scores("Q"),
         ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O"),
     ),
+    # Grouped heads are copied as they are, and repeated there.
+    "W_K and W_V": (lambda model: (model.W_K, model.W_V), ("attn._W_K", "attn._W_V")),
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "analysis"),
-    [("llama" if analysis == "grouped" else "gpt2", analysis) for analysis in OF_WEIGHTS],
+    ("kind", "analysis"), [("gpt2", "Q-composition"), ("llama", "W_K and W_V")]
 )
 def test_weights_that_are_gathered_are_copied_once(analysis, model, transfers_of):
     (gather, paths), home = OF_WEIGHTS[analysis], home_of(model)
@@ -127,7 +124,6 @@ def test_weights_that_are_gathered_are_copied_once(analysis, model, transfers_of
 
 OF_CACHES = {
     "one activation": (lambda cache: cache["resid_post", 4], ("blocks.4.hook_resid_post",)),
-    "compute_head_results": (lambda cache: cache.compute_head_results(), ()),
     "stack_head_results": (lambda cache: cache.stack_head_results(), ("attn.hook_result",)),
     "slicing the batch": (lambda cache: cache.apply_slice_to_batch_dim(0), ()),
     "its names": (lambda cache: list(cache.keys()), ()),
@@ -138,13 +134,11 @@ OF_CACHES = {
 }
 
 
-@pytest.mark.parametrize("analysis", OF_CACHES)
-def test_analysis_of_a_cache_copies_activations_once_no_weights(
-    analysis, model, at_home, transfers_of
-):
-    (analyse, names), home = OF_CACHES[analysis], home_of(model)
-    _, cache = model.run_with_cache(at_home)
-    copied = transfers_of(analyse, cache)
-    stored = cache.cache_dict.stored().items()
-    elsewhere = [x.nbytes for name, x in stored if x.device != home and name.endswith(names)]
-    assert sum(t.bytes for t in copied) == sum(elsewhere)
+def test_analysis_of_a_cache_copies_activations_once_no_weights(model, at_home, transfers_of):
+    home = home_of(model)
+    for analysis, (analyse, names) in OF_CACHES.items():
+        _, cache = model.run_with_cache(at_home)
+        copied = transfers_of(analyse, cache)
+        stored = cache.cache_dict.stored().items()
+        elsewhere = [x.nbytes for name, x in stored if x.device != home and name.endswith(names)]
+        assert sum(t.bytes for t in copied) == sum(elsewhere), analysis

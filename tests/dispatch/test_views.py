@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from comparison import assert_bit_equal
+from comparison import assert_bit_equal, in_use
 from model_classes import BRIDGE, HOOKED, fuses
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -19,30 +19,17 @@ from transformer_lens.hook_points import HookPoint
 
 import tl_devicefix
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.views import View, _State
-from tl_devicefix.fusing.fused import BOUND
+from tl_devicefix.dispatch.views import _State
 from tl_devicefix.fusing.listening import Listeners
 
 RESIDUAL = "blocks.3.hook_resid_post"
-WHERE = {
-    "two devices": 2,
-    "with offloaded blocks": {"": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu"},
-}
-with_offloaded = pytest.mark.parametrize("where", ["two devices", "with offloaded blocks"])
+with_offloaded = pytest.mark.parametrize("spread", [2, "some of three devices"])
 
 
 @pytest.fixture
-def where():
-    """Which of `WHERE` the model is; parametrise it for others."""
-    return "two devices"
-
-
-@pytest.fixture
-def model(where, kind, load):
+def model(kind, spread, load):
     """A new model; without compatibility mode, if it is a Bridge with offloaded blocks."""
-    if isinstance(WHERE[where], dict):
-        return load(kind, device_map=WHERE[where])
-    return load(kind, WHERE[where], folded=True)
+    return load(kind, spread, folded=True if isinstance(spread, int) else None)
 
 
 def view_of(model):
@@ -83,12 +70,11 @@ def test_view_shares_weights_but_no_modules(model, machine):
     originals = {id(module) for module in model.modules()}
     if hasattr(model, "original_model"):
         originals |= {id(module) for module in model.original_model.modules()}
-    gc.collect()
-    before = [machine.memory_allocated(device) for device in machine.devices]
+    before = in_use(machine)
 
     view = view_of(model).model
 
-    assert [machine.memory_allocated(device) for device in machine.devices] == before
+    assert in_use(machine) == before
     assert not originals.intersection(map(id, reached_from(vars(view))))
     for tensors in ("named_parameters", "named_buffers"):
         own = list(getattr(model, tensors)(remove_duplicate=False))
@@ -185,56 +171,33 @@ def test_view_runs_the_models_hooks_with_its_own_hook_points(model, at_home):
 
 
 @fuses
-def test_a_fused_view_binds_no_block_that_its_model_has_bound(model, at_home, monkeypatch):
-    tl_devicefix.fuse_blocks(model)
-    expected = model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)])
-    bound, original = [], Listeners.__init__
-    bind = lambda self, *args: bound.append(self) or original(self, *args)  # noqa: E731
-    monkeypatch.setattr(Listeners, "__init__", bind)
-    view = view_of(model)
-    for _ in range(2):
-        assert_bit_equal(
-            view.model.run_with_hooks(at_home, fwd_hooks=[(RESIDUAL, halve)]), expected
-        )
-        view.restore()
-        nn.Linear(2, 2)  # a module of another model
-    assert not bound
-
-
-def called_hooks(model, at_home):
-    """The modules of the last block whose hooks are called, each registered alone."""
-    called = []
-    for name, module in model.blocks[-1].named_modules():
-        note = lambda *given, name=name: called.append(name)  # noqa: E731
-        handle = module.register_forward_hook(note)
-        model(at_home)
-        handle.remove()
-    return called
-
-
-@fuses
+@torch.no_grad()
 @pytest.mark.parametrize("bind_first", [True, False])
-@pytest.mark.parametrize("kind", ["gpt2"])
-@pytest.mark.parametrize("assign", [False, pytest.param(True, marks=pytest.mark.hooked)])
-def test_a_fused_view_calls_hooks_on_any_module(bind_first, assign, model, at_home):
-    if assign:
+def test_a_fused_view_calls_a_hook_on_any_module(bind_first, model_class, load, tokens):
+    model, called = load("gpt2", device="cpu", folded=True), []
+    if bind_first and model_class == HOOKED:
         model.blocks[-1].attn = copy.deepcopy(model.blocks[-1].attn)
-    expected = called_hooks(model, at_home)
+    residual, last = model(tokens, stop_at_layer=-1), len(model.blocks) - 1
+
+    def registered(model):
+        for name, module in model.blocks[last].named_modules():
+            note = lambda *given, name=name: called.append(name)  # noqa: E731
+            yield module.register_forward_hook(note)
+
+    handles = list(registered(model))
+    model(residual, start_at_layer=last)
+    expected = set(called)
+    for handle in handles:
+        handle.remove()
     tl_devicefix.fuse_blocks(model)
     if bind_first:
-        model(at_home)
-    assert called_hooks(view_of(model).model, at_home) == expected
-
-
-@fuses
-def test_a_fused_blocks_view_looks_at_its_own_modules(model, at_home):
-    tl_devicefix.fuse_blocks(model)
-    model(at_home)
-    block = View(model.blocks[1]).model
-    bound = vars(block)[BOUND]
-    listeners = getattr(bound, "listeners", None) or bound._listeners
-    own = {id(vars(module)) for module in block.modules()}
-    assert set(map(id, listeners._attributes)) <= own
+        model(tokens)
+    view = view_of(model).model
+    called.clear()
+    for handle in registered(view):  # each alone
+        view(residual, start_at_layer=last)
+        handle.remove()
+    assert set(called) == expected
 
 
 def halve(activation, hook):
@@ -258,49 +221,57 @@ def test_a_view_has_the_hooks_back_that_a_run_removed(model, at_home):
 
 
 @fuses
-def test_only_the_block_with_a_new_hook_looks_for_hooks(model, at_home, monkeypatch):
+def test_only_the_fused_block_with_a_new_hook_looks_for_hooks(model, at_home, monkeypatch):
+    """And none is bound again, as in each run that would take 20 ms at 80 layers."""
     tl_devicefix.fuse_blocks(model)
-    view = view_of(model).model
     hooks = [(RESIDUAL, halve)]
-    expected = view.run_with_hooks(at_home, fwd_hooks=hooks)
-    looked, original = [], Listeners._now
-    look = lambda self: looked.append(self) or original(self)  # noqa: E731
-    monkeypatch.setattr(Listeners, "_now", look)
+    expected = model.run_with_hooks(at_home, fwd_hooks=hooks)
+    bound, looked = [], []
+    for name, calls in (("__init__", bound), ("_now", looked)):
+        own = getattr(Listeners, name)
+        note = lambda self, *args, own=own, calls=calls: calls.append(self) or own(self, *args)  # noqa: E731
+        monkeypatch.setattr(Listeners, name, note)
 
-    assert_bit_equal(view.run_with_hooks(at_home, fwd_hooks=hooks), expected)
+    made = view_of(model)
+    for _ in range(3):
+        looked.clear()
+        assert_bit_equal(made.model.run_with_hooks(at_home, fwd_hooks=hooks), expected)
+        made.restore()
+        nn.Linear(2, 2)  # a module of another model
     assert len(set(map(id, looked))) == 1
-    view.blocks[1].register_forward_hook(lambda block, args, output: None)  # not noted
-    view(at_home)
-    assert len(set(map(id, looked))) >= len(view.blocks)
+    assert not bound
+    made.model.blocks[1].register_forward_hook(lambda block, args, output: None)  # not noted
+    made.model(at_home)
+    assert len(set(map(id, looked))) >= len(model.blocks)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda point: point.add_hook(lambda activation, hook: None),
-        lambda point: point.register_forward_pre_hook(lambda point, args: None),
-        lambda point: point.fwd_hooks.append(None),
-        lambda point: point.ctx.update(kept=1),
-        lambda point: setattr(point, "found", 1),
-        lambda point: vars(point).update(found=1),
-        lambda point: copy.copy(point).fwd_hooks.append(None),
-        lambda point: pickle.loads(pickle.dumps(copy.deepcopy(point))).fwd_hooks.append(None),
-    ],
-    ids=["hook", "pre-hook", "list", "context", "attribute", "dict", "copy", "pickle"],
-)
-def test_first_use_of_a_hook_point_changes_that_view_alone(change, model):
-    made, other = view_of(model), view_of(model)
+FIRST_USES = {
+    "hook": lambda point: point.add_hook(lambda activation, hook: None),
+    "pre-hook": lambda point: point.register_forward_pre_hook(lambda point, args: None),
+    "list": lambda point: point.fwd_hooks.append(None),
+    "context": lambda point: point.ctx.update(kept=1),
+    "attribute": lambda point: setattr(point, "found", 1),
+    "dict": lambda point: vars(point).update(found=1),
+    "copy": lambda point: copy.copy(point).fwd_hooks.append(None),
+    "pickle": lambda point: pickle.loads(pickle.dumps(copy.deepcopy(point))).ctx.update(kept=1),
+}
+
+
+def test_first_use_of_a_hook_point_changes_that_view_alone(model):
     before = {name: len(vars(point)) for name, point in model.hook_dict.items()}
-    change(made.model.hook_dict[RESIDUAL])
-    for untouched in (model, other.model):
-        point = untouched.hook_dict[RESIDUAL]
-        assert not any((point.fwd_hooks, point._forward_hooks, point._forward_pre_hooks, point.ctx))
-        assert not hasattr(point, "found")
-    made.restore()
-    point = made.model.hook_dict[RESIDUAL]
-    assert type(point) is type(model.hook_dict[RESIDUAL])
-    assert not any((point._forward_hooks, point._forward_pre_hooks, point.ctx))
-    assert {name: len(vars(point)) for name, point in model.hook_dict.items()} == before
+    for use, change in FIRST_USES.items():
+        made, other = view_of(model), view_of(model)
+        change(made.model.hook_dict[RESIDUAL])
+        for untouched in (model, other.model):
+            point = untouched.hook_dict[RESIDUAL]
+            held = point.fwd_hooks, point._forward_hooks, point._forward_pre_hooks, point.ctx
+            assert not any(held), use
+            assert not hasattr(point, "found"), use
+        made.restore()
+        point = made.model.hook_dict[RESIDUAL]
+        assert type(point) is type(model.hook_dict[RESIDUAL]), use
+        assert not any((point._forward_hooks, point._forward_pre_hooks, point.ctx)), use
+        assert {name: len(vars(point)) for name, point in model.hook_dict.items()} == before, use
 
 
 def test_a_view_calls_what_hooks_every_module(model, at_home, monkeypatch):

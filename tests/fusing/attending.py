@@ -7,17 +7,10 @@ from typing import Any
 
 import torch
 from comparison import assert_agrees
-from model_classes import BRIDGE, CLASSES, HOOKED
-from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import installed as version
-
-OLDEST = {HOOKED: "3.8", BRIDGE: "4.0"}
-FUSING = [model_class for model_class in CLASSES if version() >= Version(OLDEST[model_class])]
-"""The classes whose blocks can be fused with this TransformerLens."""
 
 
 def unfused(model: Any, run: Callable[[Any], Any]) -> Any:

@@ -6,9 +6,14 @@ import copy
 
 import pytest
 import torch.nn.functional as F
-from attending import FUSING
+from model_classes import BRIDGE, CLASSES, HOOKED
+from packaging.version import Version
 
 import tl_devicefix
+from tl_devicefix.monkeypatch.versions import installed
+
+OLDEST = {HOOKED: "3.8", BRIDGE: "4.0"}
+FUSING = [model_class for model_class in CLASSES if installed() >= Version(OLDEST[model_class])]
 
 
 @pytest.fixture(params=FUSING)
@@ -32,10 +37,9 @@ def fused(shared):
 @pytest.fixture
 def fused_blocks(monkeypatch):
     """The number of queries in each call of SDPA, which only fused blocks make."""
-    calls: list[int] = []
-    original = F.scaled_dot_product_attention
+    calls, original = [], F.scaled_dot_product_attention
 
-    def counting(q, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def counting(q, *args, **kwargs):
         calls.append(q.shape[2])
         return original(q, *args, **kwargs)
 

@@ -3,15 +3,11 @@
 Each test compares with the same model unfused, where TransformerLens's own forward runs.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -34,28 +30,28 @@ pytestmark = [
 ]
 
 
-def double(activation: Any, hook: Any) -> Any:
+def double(activation, hook):
     return activation * 2
 
 
-def double_output(module: nn.Module, args: Any, output: Any) -> Any:
+def double_output(module, args, output):
     return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
 
 
-def double_input(module: nn.Module, args: Any) -> Any:
+def double_input(module, args):
     return (args[0] * 2, *args[1:]) if args else None
 
 
-def double_gradient(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+def double_gradient(module, of_inputs, of_outputs):
     return tuple(gradient * 2 for gradient in of_inputs if gradient is not None) or None
 
 
-def assigned_whole(block: Any) -> None:
+def assigned_whole(block):
     block.hook_resid_post._forward_hooks = OrderedDict()
     block.hook_resid_post.add_hook(double)
 
 
-HOOKS: dict[str, Callable[[Any], Any]] = {
+HOOKS = {
     "on z": lambda block: block.attn.hook_z.add_hook(double),
     "on queries": lambda block: block.attn.hook_q.add_hook(double),
     "on the pattern": lambda block: block.attn.hook_pattern.add_hook(double),
@@ -77,7 +73,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def run_of(tokens: torch.Tensor, kind: str = "") -> Callable[[Any], Any]:
+def run_of(tokens, kind=""):
     """A run that shows a hook of this kind."""
     return with_gradients(tokens) if "backward" in kind else lambda model: model(tokens)
 
@@ -130,7 +126,7 @@ def test_a_hook_may_add_another_for_the_next_block(fused, tokens):
     model = fused()
     later = model.blocks[3].attn.hook_pattern
 
-    def add(activation: Any, hook: Any) -> None:
+    def add(activation, hook):
         later.add_hook(lambda pattern, hook: torch.ones_like(pattern) / 7)
 
     def run(model):
@@ -144,7 +140,7 @@ def test_a_hook_may_add_another_for_the_next_block(fused, tokens):
 
 
 def test_an_edit_in_place_has_its_gradient(fused, tokens):
-    def silence_a_head(z: torch.Tensor, hook: Any) -> torch.Tensor:
+    def silence_a_head(z, hook):
         z[:, :, 1] = 0
         return z
 
@@ -172,30 +168,30 @@ def test_one_token_has_its_gradients_after_inference_mode(kind, fused, tokens):
     assert_either_way(model, with_gradients(tokens[:, :1]))
 
 
-def weight_of(model: Any) -> nn.Parameter:
+def weight_of(model):
     """A weight of which a fused block keeps a view."""
     attn = model.blocks[1].attn
     return attn.W_O if type(attn).__module__.endswith("grouped_query_attention") else attn.o.weight
 
 
-def assign(model: Any) -> None:
+def assign(model):
     weight, attn = weight_of(model), model.blocks[1].attn
     owner = attn if hasattr(attn, "_W_K") else attn.o.original_component
     name = "W_O" if owner is attn else "weight"
     setattr(owner, name, nn.Parameter(weight.detach() * 2))
 
 
-def load(model: Any) -> None:
+def load(model):
     model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()})
 
 
-def drop_stream(model: Any) -> None:
+def drop_stream(model):
     block = model.blocks[1]
     name = "hook_out" if "hook_out" in block._modules else "hook_resid_post"
     setattr(block, name, nn.Dropout(1.0))
 
 
-def replace_sines(model: Any) -> None:
+def replace_sines(model):
     """Give one block other rotary tables than those that all blocks share."""
     attn = model.blocks[1].attn
     if hasattr(attn, "rotary_sin"):
@@ -204,7 +200,7 @@ def replace_sines(model: Any) -> None:
         assign(model)
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "in place": lambda model: weight_of(model).data.mul_(2),
     "data": lambda model: setattr(weight_of(model), "data", weight_of(model).data * 2),
     "assigned": assign,
@@ -387,7 +383,7 @@ def test_dropped_fused_model_is_freed(fused, tokens):
     assert block() is None
 
 
-def errors(model: Any, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def errors(model, tokens, dtype):
     """Distances from float64, fused and unfused."""
     exact = copy.deepcopy(model).double()
     for config in (exact.cfg, *[block.cfg for block in exact.blocks if hasattr(block, "cfg")]):
@@ -413,7 +409,7 @@ def test_fused_model_is_as_close_to_float64_as_unfused(kind, dtype, fused):
 def test_no_pattern_is_built_unless_it_is_hooked(fused):
     model, tokens = fused(), torch.full((1, 29), 7)  # as many tokens as no other size is
 
-    def of_pairs(*names: str) -> bool:
+    def of_pairs(*names):
         hooks = [(f"blocks.1.{name}", lambda value, hook: None) for name in names]
         with ShapesMade() as made:
             model.run_with_hooks(tokens, fwd_hooks=hooks)

@@ -5,8 +5,9 @@ may be: a `Literal`, one of `SETTINGS`, or a name that `models.names_in` finds. 
 `("replace_module", "blocks.0.mlp", "copy")` calls
 `replace_module(trial, "blocks.0.mlp", "copy")`.
 
-Not drawn are replaced methods and classes, which take effect only after fusing again, and torch's
-global module hooks, with which no block runs fused.
+Not drawn are replaced methods and classes, which take effect only after fusing again, torch's
+global module hooks, with which no block runs fused, and weights that are no parameters any more
+(tests/fusing has them).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import functools
 import operator
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NewType
@@ -25,7 +25,6 @@ import torch
 import transformer_lens
 from models import BLOCKS, IS_BRIDGE, Module, Point, Tensor
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 N = Literal[1, 2, 5, 9]
@@ -37,9 +36,8 @@ Direction = Literal["fwd", "bwd"]
 TorchHook = Literal[
     "forward", "forward prepend", "forward_pre", "forward_pre with_kwargs", "full_backward"
 ]
-HookDict = Literal["_forward_hooks", "_forward_pre_hooks", "_backward_hooks"]
 Mode = Literal["train", "eval", "float64", "bfloat16"]
-Edit = Literal["in place", "data", "new", "half", "frozen", "tensor", "parametrized"]
+Edit = Literal["in place", "data", "new", "half", "frozen"]
 Replacement = Literal["copy", "Tanh", "Identity", "Sequential", "another model's"]
 Setting = NewType("Setting", tuple[str, Any])
 """The path of an attribute, and its new value."""
@@ -251,17 +249,6 @@ def remove_hooks(trial: Trial, how: Literal["reset", "permanent", "handles"]) ->
         trial.model.reset_hooks(including_permanent=how == "permanent")
 
 
-def empty_hook_dicts(
-    trial: Trial, module: Module, of_all: Bool, which: HookDict, how: Literal["clear", "assign"]
-) -> None:
-    """Empty torch's dicts of hooks, as users do to remove all hooks."""
-    for of in trial.model.modules() if of_all else [trial.at(module)]:
-        if how == "clear":
-            getattr(of, which).clear()
-        else:
-            setattr(of, which, OrderedDict())
-
-
 def set_value(trial: Trial, setting: Setting) -> None:
     path, value = setting
     owner = path.rpartition(".")[0]
@@ -285,16 +272,12 @@ def edit(trial: Trial, tensor: Tensor, how: Edit) -> None:
     if old.is_floating_point():
         new = torch.randn(old.shape).to(old) * 0.3
     is_parameter = isinstance(old, nn.Parameter)
-    if how == "tensor" and is_parameter:  # torch refuses a plain tensor in its place
-        delattr(module, name)
     do: dict[str, Callable[[], Any]] = {
         "in place": lambda: torch.no_grad()(old.copy_)(new),
         "data": lambda: setattr(old, "data", new),
-        "tensor": lambda: setattr(module, name, new),
         "new": lambda: setattr(module, name, nn.Parameter(new) if is_parameter else new),
         "half": lambda: setattr(old, "data", old.data.bfloat16()),
         "frozen": lambda: old.requires_grad_(False),
-        "parametrized": lambda: parametrize.register_parametrization(module, name, nn.Tanh()),
     }
     do[how]()
 
@@ -330,7 +313,7 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
 
 RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
 CHANGES = [
-    *(hook, hook, hook, torch_hook, remove_hooks, empty_hook_dicts),
+    *(hook, hook, hook, torch_hook, remove_hooks),
     *(set_value, set_value, set_mode, edit, edit, replace_module),
     *([] if IS_BRIDGE else [copy_model]),  # a Bridge's copy refers weakly to the Bridge
 ]

@@ -68,10 +68,9 @@ def draw(seed: int) -> Case:
     is_fused, padding = random_.random() < 0.8, random_.choice(("middle", "middle", "left"))
     never = "IGNORE"  # fused attention takes masked scores for minus infinity
     if placement:
-        # Without its forward pre-hooks, nothing is carried to a block, and torch says so.
-        # So it does of a plain tensor in an offloaded block. And blocks of one device share masks
-        # and rotary tables, which on one CPU all do. README has edits in place at a boundary.
-        never += "|_forward_pre_hooks|'tensor'|rotary_[sc]|mask'|resid_pre', 'edit in place'"
+        # Blocks of one device share masks and rotary tables, which on one CPU all do. README has
+        # edits in place at a boundary.
+        never += "|rotary_[sc]|mask'|resid_pre', 'edit in place'"
     if padding == "left":  # because others would see a row that sees no token
         never += "|zero|bidirectional"
     if kind in ("mixtral", "olmoe"):  # because rounding decides which expert is chosen
@@ -104,7 +103,7 @@ class Draws(NamedTuple):
         may_name = "^(?!.*embed)" if where == EMBED else f"^(?!.*{where}).*blocks"
         # Backward needs the tensors that forward had. Half way, a fused block casts where
         # TransformerLens's raises, and torch ends the process if simulated devices do.
-        never = f"'in place'|parametrized|float64|{_16_BITS}"
+        never = f"'in place'|float64|{_16_BITS}"
         if IS_BRIDGE:  # which refuses, in a forward, hooks that may see a mask
             never += "|torch_hook|replace_module"
         point = self.random.choice([name for name in self.pools[Point] if where in name])

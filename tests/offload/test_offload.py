@@ -26,27 +26,14 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def folded(model_class):
-    """Whether the weights are; parametrise it for others."""
-    return model_class == HOOKED
-
-
-@pytest.fixture
-def offloaded(kind, spread, folded, load):
-    return load(kind, spread, folded=folded)
-
-
-@pytest.fixture
-def reference(kind, folded, on_one):
-    return on_one(kind, folded=folded)
-
-
 @pytest.mark.parametrize(
     ("model_class", "kind", "spread", "folded"), [case for case in CASES if case[0] in CLASSES]
 )
-def test_offloaded_model_gives_the_same_cache_and_gradients(offloaded, reference, tokens):
-    model, home = offloaded, torch.device(offloaded.cfg.device)
+def test_offloaded_model_gives_the_same_cache_and_gradients(
+    kind, spread, folded, load, on_one, tokens
+):
+    model, reference = load(kind, spread, folded=folded), on_one(kind, folded=folded)
+    home = torch.device(model.cfg.device)
     assert len(offloaded_blocks(model)) > 1
     assert_at_rest(model)
     assert_same_weights(model, reference)
@@ -67,9 +54,9 @@ def test_offloaded_model_gives_the_same_cache_and_gradients(offloaded, reference
     for variant in (model, reference):
         variant.zero_grad()
         variant(tokens, return_type="loss").backward()
+    expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        expected = dict(reference.named_parameters())[name].grad
-        assert_agrees(parameter.grad, expected, parameter.device)
+        assert_agrees(parameter.grad, expected[name].grad, parameter.device)
     assert_at_rest(model)
 
 
@@ -86,9 +73,9 @@ def test_max_memory_offloads_what_does_not_fit(load, machine, reference, tokens)
 
 @pytest.mark.bridge
 @pytest.mark.parametrize("device", [device(1), "cpu"])
-def test_moving_to_one_device_ends_offloading(device, offloaded, reference, tokens):
+def test_moving_to_one_device_ends_offloading(device, load, reference, tokens):
     """One over several devices TransformerLens does not move to one."""
-    model, target = offloaded, torch.device(device)
+    model, target = load("llama", "some of one device"), torch.device(device)
     model.to(device)
     assert {tensor.device for tensor in [*model.parameters(), *model.buffers()]} == {target}
     assert model.placement.memories == (target,)
@@ -99,7 +86,6 @@ def test_moving_to_one_device_ends_offloading(device, offloaded, reference, toke
 
 @pytest.mark.bridge(in_3=True)
 @pytest.mark.skipif(FOLDED != (False,), reason="TransformerLens 4 can fold offloaded blocks")
-@pytest.mark.parametrize(("kind", "spread", "folded"), [("llama", "some of one device", False)])
-def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(offloaded):
+def test_transformer_lens_3_refuses_to_fold_offloaded_blocks(load):
     with pytest.raises(ValueError, match=r"blocks.1-2, 4 are offloaded.*TransformerLens 4"):
-        offloaded.enable_compatibility_mode()
+        load("llama", "some of one device").enable_compatibility_mode()

@@ -1,9 +1,8 @@
 """Two offloaded blocks at a time are on a device; each is copied once a forward, in time."""
 
-import gc
-
 import pytest
 import torch
+from comparison import in_use
 from kinds import home_of
 from offloads import HOST, assert_two_blocks_at_a_time, offloaded_blocks, weights_of
 
@@ -57,10 +56,9 @@ def test_a_backward_brings_back_less_than_two_blocks_at_a_time(model, tokens, ma
 
 
 def test_loading_takes_no_more_memory_than_running_plus_folding(load, machine):
-    gc.collect()
+    before = in_use(machine)
     for device in machine.devices:
         machine.reset_peak_memory_stats(device)
-    before = [machine.memory_allocated(device) for device in machine.devices]
     placement = load("llama", "some of three devices").placement
     folding = working_room(placement, torch.float32)
     for device in placement.devices:

@@ -1,15 +1,14 @@
 """A model with offloaded blocks gives what a model on one device gives."""
 
 import contextlib
-import gc
 from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import NO_PROCESSING
-from comparison import assert_agrees, assert_same_weights
+from comparison import assert_agrees, assert_same_weights, in_use
 from kinds import home_of
-from offloads import HOST, assert_at_rest
+from offloads import HOST, assert_at_rest, weights_of
 
 import tl_devicefix
 from tl_devicefix.offload import BlockCopy, Place, PrefetchedWeight, keeping_on_host
@@ -62,13 +61,15 @@ def test_hook_that_raises_leaves_no_copies_of_offloaded_blocks(
     def fail(activation, hook):
         raise error("as it was told")
 
-    gc.collect()
-    before = [machine.memory_allocated(i) for i in range(4)]
-    with contextlib.suppress(error):
-        model.run_with_hooks(tokens, fwd_hooks=[("blocks.3.attn.hook_z", fail)])
+    before = in_use(machine)
+    with torch.no_grad(), pytest.raises(error) as caught:
+        model.run_with_hooks(tokens[:1, :1], fwd_hooks=[("blocks.3.attn.hook_z", fail)])
     assert_at_rest(model)
-    gc.collect()
-    assert [machine.memory_allocated(i) for i in range(4)] == before
+    # The error keeps activations of one token, which its traceback's frames hold.
+    block = weights_of(model.blocks[3])
+    assert all(now - then < block for now, then in zip(in_use(machine), before)), caught
+    del caught
+    assert in_use(machine) == before
     assert_agrees(model(tokens), reference(tokens), home_of(model))
 
 

@@ -29,34 +29,6 @@ class Recomputed(nn.Module):
         return checkpoint(self.part, *args, use_reentrant=self.use_reentrant, **kwargs)
 
 
-class Rerun(torch.autograd.Function):
-    """Runs a layer in the forward, and again in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer(x)
-
-    @staticmethod
-    @torch.enable_grad()
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        ctx.layer(x).backward(gradient)
-        return x.grad, None
-
-
-class WithRerun(nn.Module):
-    """Runs a part by `Rerun`."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.part = part
-
-    def forward(self, x):
-        return Rerun.apply(x, self.part)
-
-
 def replace_mlps(make):
     """A change of a model that puts something around each MLP."""
 
@@ -89,7 +61,6 @@ def call_in_backward_hooks(model):
 OF_HOOKED = {
     "a part": replace_mlps(lambda mlp: Recomputed(mlp, use_reentrant=False)),
     "a part, re-entrant": replace_mlps(lambda mlp: Recomputed(mlp, use_reentrant=True)),
-    "a part, in a function of the user's": replace_mlps(WithRerun),
     "blocks": checkpoint_blocks,
     "backward hooks": call_in_backward_hooks,
 }

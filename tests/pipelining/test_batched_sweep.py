@@ -8,7 +8,6 @@ from comparison import assert_agrees
 from hf_models import padded
 from model_classes import fuses
 from offloads import weights_of
-from parameters import in_turn
 from runs_of_users import looped, metric
 from transformer_lens import patching
 from transformer_lens.hook_points import HookPoint
@@ -48,7 +47,7 @@ def on_stream(layer, edit=returned):
     return [(f"blocks.{layer}.hook_resid_pre", edit)]
 
 
-@pytest.mark.parametrize(("kind", "batch_size"), in_turn(["gpt2", "mixtral"], [3, 16, 1]))
+@pytest.mark.parametrize(("kind", "batch_size"), [("gpt2", 3), ("mixtral", 16)])
 def test_batches_give_the_loops_results_at_every_hook_point(kind, batch_size, on_one, tokens):
     """Or refuse a hook point in a sentence; the last batch is a smaller one."""
     model = on_one(kind)
@@ -338,7 +337,7 @@ def test_a_sweep_backwards_computes_few_blocks_again(fitting, blocks, on_one, to
 
 
 def test_an_offloaded_block_is_copied_once_for_a_batch(machine, load, tokens):
-    model = load("llama", device_map={"": 0, "blocks": "cpu"})
+    model = load("llama", "all of one device")
     at_home = tokens.to(model.cfg.device)
     sweep = tl_devicefix.sweep(model, at_home, [on_stream(0)] * 16, batch_size=16)
     machine.reset_transfers()
@@ -349,14 +348,12 @@ def test_an_offloaded_block_is_copied_once_for_a_batch(machine, load, tokens):
 
 def test_what_cannot_be_in_a_batch_is_refused(on_one, tokens):
     model = on_one("llama")
+    kv_cache = "past_key_values" if hasattr(model, "original_model") else "past_kv_cache"
     for words, arguments in {
-        "past_kv_cache cannot be repeated": {"past_kv_cache": object()},
+        f"{kv_cache} cannot be repeated": {kv_cache: object()},
         "attention_mask must be a tensor": {"attention_mask": [[1]]},
         "return_type='predictions' cannot be split": {"return_type": "predictions"},
     }.items():
-        if words.split()[0] in ("past_kv_cache",) and hasattr(model, "original_model"):
-            arguments = {"past_key_values": object()}
-            words = "past_key_values cannot be repeated"
         with pytest.raises(ValueError, match=rf"{words}.*batch_size=1"):
             batched(model, tokens, [[]], **arguments)
     for wrong in (0, 1.5, "2"):

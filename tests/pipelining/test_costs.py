@@ -16,79 +16,59 @@ from tl_devicefix.dispatch.views import View, _State
 PACKAGE = str(Path(tl_devicefix.__file__).parent)
 
 
-class Calls:
-    """Counts calls into the package."""
+def calls_of(call, n_runs):
+    """Return how many calls into the package some runs make."""
+    calls = []
 
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, frame, event, argument):
+    def note(frame, event, argument):
         code = frame.f_code
         # Garbage is collected at any time.
-        is_ours = code.co_filename.startswith(PACKAGE) and code.co_name != "__del__"
-        self.count += event == "call" and is_ours
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name != "__del__":
+            calls.append(code)
 
-
-def calls_of(call, n_runs):
-    counting = Calls()
-    threading.setprofile(counting)
-    sys.setprofile(counting)
+    threading.setprofile(note)
+    sys.setprofile(note)
     try:
         call(n_runs)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return counting.count
+    return len(calls)
 
 
-@pytest.fixture
-def uncounted(monkeypatch):
-    """`uncounted(owner, name)`: calls within a method do not count."""
+def uncounted(method):
+    """Return a method within which calls do not count."""
 
-    def replace(owner, name):
-        original = getattr(owner, name)
+    def calling(*args, **kwargs):
+        counting = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            sys.setprofile(counting)
 
-        def method(*args, **kwargs):
-            counting = sys.getprofile()
-            sys.setprofile(None)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                sys.setprofile(counting)
-
-        monkeypatch.setattr(owner, name, method)
-
-    return replace
-
-
-@pytest.fixture
-def deep(model_class, tokenizer, tmp_path):
-    """`deep(18, **options)`: a model of 18 blocks."""
-
-    def load(n_layers, **options):
-        config = HF_CONFIGS["llama"]()
-        config.num_hidden_layers = n_layers
-        directory = save_checkpoint(make_hf_model(config), tokenizer, tmp_path / str(n_layers))
-        return load_of(model_class)(str(directory), **options)
-
-    return load
+    return calling
 
 
 def edit(activation, hook):
     return activation * 2
 
 
-def test_one_more_run_costs_as_many_calls_at_6_and_18_blocks(machine, deep, tokens, uncounted):
-    of_runs = []
-    for n_layers in (6, 18):
-        model = deep(n_layers, n_devices=2)
+def test_one_more_run_costs_as_many_calls_at_4_and_14_blocks(
+    machine, model_class, tokenizer, tokens, monkeypatch, tmp_path
+):
+    of_runs, config = [], HF_CONFIGS["llama"]()
+    for n_layers in (4, 14):
+        config.num_hidden_layers = n_layers
+        directory = save_checkpoint(make_hf_model(config), tokenizer, tmp_path / str(n_layers))
+        model = load_of(model_class)(str(directory), n_devices=2)
         if not of_runs:
-            uncounted(type(model), "forward")
-            # These are called for each view, and not for each run.
-            uncounted(View, "__init__")
-            uncounted(View, "kept_setting")
-            uncounted(_State, "give_own")
-            uncounted(DeviceQueue, "acquire")  # one call more each time that it wakes up
+            # Those of views are called for each view, and not for each run.
+            methods = [(type(model), "forward"), (View, "__init__"), (View, "kept_setting")]
+            # `acquire` makes one call more each time that it wakes up.
+            methods += [(_State, "give_own"), (DeviceQueue, "acquire")]
+            for owner, name in methods:
+                monkeypatch.setattr(owner, name, uncounted(getattr(owner, name)))
         at_home = tokens.to(model.cfg.device)
         runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", edit)]] * 4
 

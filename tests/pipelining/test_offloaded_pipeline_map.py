@@ -1,10 +1,8 @@
 """Pipelined runs of a model whose blocks live in host memory: each copies them for itself."""
 
-import gc
-
 import pytest
 import torch
-from comparison import assert_bit_equal
+from comparison import assert_bit_equal, in_use
 from offloads import (
     HOST,
     assert_at_rest,
@@ -16,20 +14,17 @@ from runs_of_users import LAST, generated, logits
 
 from tl_devicefix import pipeline_map
 
-ON_ONE = {"": 0, "blocks": "cpu"}
-ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}  # which lives there, as no other block does
-
 
 @pytest.fixture
-def offloaded(shared):
-    """`offloaded(ON_ONE)`: a model on the devices of the machine that is open."""
-    return lambda device_map: shared("llama", device_map=device_map)
+def model(shared):
+    """All blocks are offloaded but one, which lives on a second device."""
+    return shared("llama", "all but one of two devices")
 
 
 @pytest.fixture
 def batches(tokens):
-    """Nine batches of tokens, each different."""
-    return [tokens.roll(shift, 1) for shift in range(9)]
+    """Four batches of tokens, each different."""
+    return [tokens.roll(shift, 1) for shift in range(4)]
 
 
 def forwards_within_forwards(model, batch):
@@ -45,47 +40,33 @@ def forwards_within_forwards(model, batch):
     return model.run_with_hooks(batch, fwd_hooks=[("blocks.1.hook_resid_mid", again)]), inner
 
 
-@pytest.mark.parametrize(
-    ("run", "device_map"),
-    [(generated, ON_TWO), (forwards_within_forwards, ON_ONE), (forwards_within_forwards, ON_TWO)],
-)
-def test_pipelined_offloaded_runs_equal_a_loops_bit_for_bit(
-    machine, offloaded, batches, device_map, run
-):
-    model = offloaded(device_map)
+@pytest.mark.parametrize("run", [generated, forwards_within_forwards])
+def test_pipelined_offloaded_runs_equal_a_loops_bit_for_bit(machine, model, batches, run):
     expected = [run(model, batch) for batch in batches[:2]]
     assert_bit_equal(list(pipeline_map(model, run, batches[:2], 2)), expected)
     assert_at_rest(model)
 
 
-def test_each_run_copies_each_block_once(machine, offloaded, batches):
-    model = offloaded(ON_ONE)
+def test_each_run_copies_each_block_once(machine, shared, batches):
+    model = shared("llama", "all of one device")
     batches = [batch.to(model.cfg.device) for batch in batches]
     machine.reset_transfers()
     with torch.no_grad():
-        assert sum(1 for _ in pipeline_map(model, logits, batches, 3)) == 9
+        assert sum(1 for _ in pipeline_map(model, logits, batches, 3)) == len(batches)
     sent = [t.bytes for t in machine.transfers if t.source == HOST and t.target != HOST]
     weights = sum(weights_of(model.blocks[layer]) for layer in offloaded_blocks(model))
     assert sum(sent) == len(batches) * weights
 
 
-@pytest.fixture
-def one_token(tokens, machine):
-    """A token, whose activations are smaller than any block."""
-    return tokens[:1, :1].to(machine.devices[0])
-
-
-def test_two_blocks_at_a_time_are_on_a_device(machine, offloaded, one_token):
-    model = offloaded(ON_TWO)
-    runs = lambda: sum(1 for _ in pipeline_map(model, logits, [one_token] * 9, 3))  # noqa: E731
+def test_two_blocks_at_a_time_are_on_a_device(machine, model, tokens):
+    one_token = tokens[:1, :1].to(machine.devices[0])  # whose activations are less than any block
+    runs = lambda: sum(1 for _ in pipeline_map(model, logits, [one_token] * 6, 3))  # noqa: E731
     assert_two_blocks_at_a_time(model, machine, runs, activations=0.75)
 
 
-def test_unfinished_runs_leave_no_memory_on_the_device(machine, offloaded, batches):
-    model = offloaded(ON_TWO)
+def test_unfinished_runs_leave_no_memory_on_the_device(machine, model, batches):
     model(batches[0])
-    gc.collect()
-    before = [machine.memory_allocated(device) for device in machine.devices]
+    before = in_use(machine)
 
     def run(view, item):
         number, batch = item
@@ -102,8 +83,7 @@ def test_unfinished_runs_leave_no_memory_on_the_device(machine, offloaded, batch
     with pytest.raises(LookupError):
         next(results)
     del results
-    gc.collect()
 
+    assert in_use(machine) == before
     assert_at_rest(model)
-    assert list(map(machine.memory_allocated, machine.devices)) == before
     assert_bit_equal(list(pipeline_map(model, logits, batches[:2], 2)), [*map(model, batches[:2])])

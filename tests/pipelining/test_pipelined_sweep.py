@@ -133,10 +133,9 @@ def test_a_list_is_checked_before_its_first_run(model, tokens):
     assert len(next(tl_devicefix.sweep(model, tokens, iter(runs)))) == len(tokens)
 
 
+@pytest.mark.bridge
 def test_a_bridge_lists_all_hook_points_once(model, tokens):
     """TransformerLens does so twice in each run, which took half the time of a late run."""
-    if not hasattr(model, "original_model"):
-        pytest.skip("a HookedTransformer keeps its dict of hook points")
     seen, listed, own = [], [], type(model).hook_dict.fget
 
     def in_all(activation, hook):

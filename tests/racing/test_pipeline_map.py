@@ -3,25 +3,26 @@
 import pytest
 import torch
 from comparison import assert_bit_equal
-from runs_of_users import (
-    a_number_that_is_waited_for,
-    some_of_the_cache,
-    steered_at_a_block_elsewhere,
-)
 
 from tl_devicefix import pipeline_map
 
-ON_TWO = {"": 0, "blocks": "cpu", "blocks.2": 1}
-FORWARDS = a_number_that_is_waited_for, some_of_the_cache, steered_at_a_block_elsewhere
-
 
 def test_pipelined_runs_on_async_devices_equal_a_loops_bits(machine, load, tokens):
-    def all_of_them(model, batch):
-        return [run(model, batch) for run in FORWARDS]
+    def run(view, batch):
+        vector = torch.linspace(-1, 1, view.cfg.d_model, device=view.cfg.device)
+        sums = []
 
-    model, batches = load("llama", device_map=ON_TWO), [tokens, tokens.roll(1, 1)]
-    expected = [all_of_them(model, batch) for batch in batches]
-    assert_bit_equal(list(pipeline_map(model, all_of_them, batches, 2)), expected)
+        def wait(activation, hook):
+            sums.append(activation.sum().item())
+
+        steer = ("blocks.4.hook_resid_post", lambda activation, hook: activation + vector)
+        with view.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", wait), steer]):
+            logits, cache = view.run_with_cache(batch, names_filter=lambda name: "resid" in name)
+        return sums, logits, {name: cache[name] for name in cache}
+
+    model, batches = load("llama", "all but one of two devices"), [tokens, tokens.roll(1, 1)]
+    expected = [run(model, batch) for batch in batches]
+    assert_bit_equal(list(pipeline_map(model, run, batches, 2)), expected)
 
 
 def test_the_residual_stream_goes_on_streams_of_its_run(machine, sim, shared, tokens):

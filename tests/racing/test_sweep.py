@@ -13,9 +13,6 @@ from tl_devicefix.dispatch.scheduler import RunAhead
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-OFFLOADED = {"": 0, "blocks": "cpu", "blocks.2": 1}
-ENDS_AT_HOME = {"": 0, "blocks.1": 1}
-
 
 def one_patch_each(home):
     """Yield runs, each with a patch on the first device that nobody else keeps."""
@@ -30,6 +27,11 @@ def one_patch_each(home):
         yield [(f"{part}.hook_{'scale' if part == 'ln_final' else 'resid_pre'}", patch)]
 
 
+WHERE = {
+    "three devices": {"n_devices": 3},
+    "offloaded": {"spread": "all but one of two devices"},
+    "ends at home": {"device_map": {"": 0, "blocks.1": 1}},
+}
 ARGUMENTS = {
     "tokens": lambda tokens: (tokens.cpu(), {}),
     "text": lambda tokens: ("w5 w6 w7", {"return_type": "both"}),
@@ -39,10 +41,10 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize(
     ("where", "arguments"),
-    in_turn([{"n_devices": 3}, {"device_map": OFFLOADED}, {"device_map": ENDS_AT_HOME}], ARGUMENTS),
+    in_turn(WHERE, ARGUMENTS),
 )
 def test_a_sweep_on_async_devices_equals_a_loop(where, arguments, machine, load, tokens):
-    model, home = load("llama", **where), machine.devices[0]
+    model, home = load("llama", **WHERE[where]), machine.devices[0]
     given, arguments = ARGUMENTS[arguments](tokens.to(home))
     expected = looped(model, given, one_patch_each(home), **arguments)
     for size in (1, 3):
@@ -151,10 +153,10 @@ STOPS = pytest.param({"stop_at_layer": 4}, marks=pytest.mark.full("with a loss r
 
 @pytest.mark.parametrize("arguments", [{"return_type": "loss"}, STOPS])
 def test_runs_of_a_sweep_overlap_on_the_devices(arguments, machine, sim, shared, tokens):
-    """At best, 6 runs take 6 + 3 - 1 stages of three devices; a loop takes 6 * 3."""
+    """At best, 4 runs take 4 + 3 - 1 stages of three devices; a loop takes 4 * 3."""
     model = shared("llama", 3)
     tokens = tokens.to(machine.devices[0])
-    runs = [[("blocks.0.hook_resid_pre", lambda activation, hook: activation / 2)]] * 6
+    runs = [[("blocks.0.hook_resid_pre", lambda activation, hook: activation / 2)]] * 4
     loop = took(machine, sim, lambda: looped(model, tokens, runs, **arguments))
     swept = took(machine, sim, lambda: list(tl_devicefix.sweep(model, tokens, runs, **arguments)))
     assert swept < 0.65 * loop

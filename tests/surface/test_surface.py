@@ -181,18 +181,6 @@ def runs_with_hooks(model, tokens, steer):
     yield model.clear_contexts()
 
 
-@of()
-def sweep_in_batches(model, tokens, steer):
-    """Of a model without a placement, a loop."""
-    points = "blocks.1.hook_resid_pre", RESID, f"blocks.{LAST}.attn.hook_z"
-    runs = [[(points[0], double)], [(points[1], steer)], [(points[2], double)], []]
-    if hasattr(model, "placement"):
-        with torch.no_grad():
-            yield from tl_devicefix.sweep(model, tokens, runs, batch_size=3)
-    else:
-        yield from (model.run_with_hooks(tokens, fwd_hooks=run) for run in runs)
-
-
 @of(*OF_MODELS, "HookPoint")
 def hooked_by_hand(copy, tokens, steer, direction):
     point = copy.hook_dict[RESID]
@@ -618,7 +606,7 @@ def pytest_generate_tests(metafunc):
     if "function" not in metafunc.fixturenames:
         return
     parameters = []
-    registered = [it for it in FUNCTIONS.items() if not it[1][0] or {*it[1][0]} & {*OWNERS}]
+    registered = [it for it in FUNCTIONS.items() if {*it[1][0]} & {*OWNERS}]
     for i, (function, (_, places, marks)) in enumerate(registered):
         spread = [place for place in places if place[1] > 1]
         for place in spread if metafunc.config.getoption("--hosts") else places:

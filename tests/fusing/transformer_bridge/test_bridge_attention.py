@@ -1,11 +1,8 @@
 """A fused Bridge's blocks to which nobody listens build no pattern."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,7 +117,7 @@ def test_a_hook_on_a_block_may_edit_its_mask(name, of_layer, fused, tokens):
     bridge = fused(name)
     expected = bridge(tokens)
 
-    def hide_a_token(block: Any, args: Any, kwargs: Any) -> None:
+    def hide_a_token(block, args, kwargs):
         mask = next(value for value in (*args, *kwargs.values()) if getattr(value, "ndim", 0) == 4)
         mask[1, :, 1:, 0] = torch.finfo(mask.dtype).min
 
@@ -220,7 +217,7 @@ def test_padding_in_float64_changes_no_row_of_a_token(fused, tokens):
 def test_disabled_leaves_the_masks_of_transformers_as_they_were(fused, tokens):
     fused("llama")(tokens)
     with tl_devicefix.disabled():
-        make_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+        make_mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
         assert make_mask is masking_utils.eager_mask
         assert make_mask.__code__.co_filename == masking_utils.__file__
 
