@@ -210,7 +210,7 @@ def _sweep(
         try:
             with skipping_by_model[view].until(first, stream, n_runs):
                 if n_runs > 1:
-                    return Batch(tokens, group, arguments).run(view)
+                    return Batch(tokens, group, points, arguments).run(view)
                 run = view.run_with_hooks
                 names = [name for name, _ in group[0] if isinstance(name, str)]
                 if first and is_bridge and view is model and len(names) == len(group[0]):
