@@ -18,26 +18,6 @@ T = TypeVar("T")
 _WHY = "an error that suggests a hook point's name"
 
 
-@patches("HookedTransformer", takes="self name hook", why=_WHY)
-@patches("TransformerBridge", takes="self name hook_fn", why=_WHY)
-def add_hook(
-    original: Callable[..., T], self: Model, name: object, *args: object, **kwargs: object
-) -> T:
-    """Wrap `add_hook`: for an unknown name, the error suggests a hook point.
-
-    Raises:
-        KeyError: if a HookedTransformer has no such hook point.
-        AttributeError: if a TransformerBridge has none.
-    """
-    try:
-        return original(self, name, *args, **kwargs)
-    except (KeyError, AttributeError) as error:
-        if _is_hook_point(self, name):
-            raise
-        cls = UnknownName if isinstance(error, KeyError) else AttributeError
-        raise cls(_sentence(self, name)) from error
-
-
 @patches("HookedTransformer", takes="self fwd_hooks bwd_hooks", why=_WHY)
 @patches("TransformerBridge", takes="self fwd_hooks bwd_hooks", why=_WHY)
 def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
