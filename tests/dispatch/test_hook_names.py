@@ -53,8 +53,11 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(given, model, tokens):
             (("resid_pos", 3), "no hook point 'blocks.3.hook_resid_pos'; did you mean 'blocks.3."),
             (("resid_post", 80), "no hook point 'blocks.80.hook_resid_post'; the model has blocks"),
             ("blocks.80.hook_out", "no hook point 'blocks.80.hook_out'; the model has blocks 0 to"),
-            (("result", 3), r"not in this cache: call model.set_use_attn_result\(True\) before"),
-            ("blocks.3.hook_resid_pre", "not in this cache: names_filter or stop_at_layer left it"),
+            (("result", 3), r"cache.keys\(\): .* or a setting such as model.set_use_attn_result\("),
+            (
+                "blocks.3.hook_resid_pre",
+                "not in this cache, see cache.keys.*: names_filter or stop_at",
+            ),
         ],
         [1, 4],
     ),
