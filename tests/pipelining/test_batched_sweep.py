@@ -350,13 +350,13 @@ def test_an_offloaded_block_is_copied_once_for_a_batch(machine, load, tokens):
 def test_what_cannot_be_in_a_batch_is_refused(on_one, tokens):
     model = on_one("llama")
     for words, arguments in {
-        "past_kv_cache cannot be repeated": {"past_kv_cache": object()},
-        "attention_mask must be a tensor": {"attention_mask": [[1]]},
+        "past_kv_cache=<.* cannot be repeated": {"past_kv_cache": object()},
+        r"attention_mask=\[\[1]] cannot be repeated": {"attention_mask": [[1]]},
         "return_type='predictions' cannot be split": {"return_type": "predictions"},
     }.items():
-        if words.split()[0] in ("past_kv_cache",) and hasattr(model, "original_model"):
+        if "past_kv_cache" in arguments and hasattr(model, "original_model"):
             arguments = {"past_key_values": object()}
-            words = "past_key_values cannot be repeated"
+            words = "past_key_values=<.* cannot be repeated"
         with pytest.raises(ValueError, match=rf"{words}.*batch_size=1"):
             batched(model, tokens, [[]], **arguments)
     for wrong in (0, 1.5, "2"):

@@ -39,12 +39,10 @@ _REMEDY = "pass batch_size=1"
 def check_repeatable(arguments: dict[str, Any]) -> None:
     """Refuse arguments of a forward that cannot be repeated for each run of a batch."""
     for name, value in arguments.items():
-        if name not in (*_REPEATED, *_SHARED) and value is not None:
-            raise ValueError(f"{name} cannot be repeated for the runs of a batch: {_REMEDY}")
-        if name in _REPEATED and not isinstance(value, torch.Tensor | None):
+        is_tensor = name in _REPEATED and isinstance(value, torch.Tensor)
+        if name not in _SHARED and not is_tensor and value is not None:
             raise ValueError(
-                f"{name} must be a tensor to be repeated for the runs of a batch, but is "
-                f"{shown(value)}: {_REMEDY}"
+                f"{name}={shown(value)} cannot be repeated for the runs of a batch: {_REMEDY}"
             )
     if (kind := arguments.get("return_type", "logits")) not in _RETURN_TYPES:
         raise ValueError(f"return_type={kind!r} cannot be split among runs: {_REMEDY}")
