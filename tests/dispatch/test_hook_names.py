@@ -26,18 +26,16 @@ def within_hooks(model, tokens):
 ADDING = {
     "run_with_hooks": lambda model, tokens: model.run_with_hooks(tokens, fwd_hooks=HOOKS),
     "hooks": within_hooks,
-    "add_hook": lambda model, tokens: model.add_hook(*HOOKS[0]),
 }
 
 
 @pytest.mark.parametrize("name", ADDING)
 def test_an_unknown_hook_point_is_named_with_the_nearest(name, model_class, model, tokens):
-    if model_class == BRIDGE and installed().major < 4 and name != "add_hook":
+    if model_class == BRIDGE and installed().major < 4:
         with pytest.warns(UserWarning, match=f"a hook does not run: .*{SENTENCE}"):
             ADDING[name](model, tokens)  # which TransformerLens 3 ignores
         return
-    error = AttributeError if model_class == BRIDGE and name == "add_hook" else KeyError
-    with pytest.raises(error, match=SENTENCE) as caught:
+    with pytest.raises(KeyError, match=SENTENCE) as caught:
         ADDING[name](model, tokens)
     assert str(caught.value).startswith("this model has")
 
@@ -55,8 +53,11 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(given, model, tokens):
             (("resid_pos", 3), "no hook point 'blocks.3.hook_resid_pos'; did you mean 'blocks.3."),
             (("resid_post", 80), "no hook point 'blocks.80.hook_resid_post'; the model has blocks"),
             ("blocks.80.hook_out", "no hook point 'blocks.80.hook_out'; the model has blocks 0 to"),
-            (("result", 3), r"not in this cache: call model.set_use_attn_result\(True\) before"),
-            ("blocks.3.hook_resid_pre", "not in this cache: names_filter or stop_at_layer left it"),
+            (("result", 3), r"cache.keys\(\): .* or a setting such as model.set_use_attn_result\("),
+            (
+                "blocks.3.hook_resid_pre",
+                "not in this cache, see cache.keys.*: names_filter or stop_at",
+            ),
         ],
         [1, 4],
     ),

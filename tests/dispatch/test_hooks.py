@@ -124,27 +124,14 @@ def test_users_error_in_a_hook_is_raised_unchanged(model, tokens):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
-@pytest.mark.parametrize(
-    ("hook", "says", "spread"),
-    in_turn(
-        [
-            (lambda x, hook: x.detach().cpu().numpy(), "returned a ndarray for"),
-            (lambda x, hook: (x, x), "returned a tuple for"),
-            (lambda x, hook: True, "returned a bool for"),
-            (lambda x, hook: x[:, :-1], "returned [2, 8, "),
-            (lambda x, hook: x @ torch.ones(7, 7, device=x.device), "this error is from the hook"),
-        ],
-        [1, 4],
-    ),
-)
-def test_an_error_after_a_wrong_hook_has_a_note_with_both_shapes(hook, says, model, at_home):
+@pytest.mark.parametrize("spread", [1, 4])
+def test_an_error_in_a_hook_has_a_note_with_its_activation(model, at_home):
     name = next(name for name in model.hook_dict if name.endswith("4.attn.hook_q"))
-    with pytest.raises(Exception) as caught:  # noqa: PT011  # torch's, of any class
-        model.run_with_hooks(at_home, fwd_hooks=[(name, hook)])
+    multiply = lambda x, hook: x @ torch.ones(7, 7, device=x.device)  # noqa: E731
+    with pytest.raises(RuntimeError) as caught:
+        model.run_with_hooks(at_home, fwd_hooks=[(name, multiply)])
     (note,) = caught.value.__notes__
-    assert says in note
-    assert name in note
-    assert "[2, 9, " in note
+    assert f"this error is from the hook on {name}, whose activation is [2, 9, " in note
 
 
 def test_hooks_added_before_spreading_may_mix_devices_after(load, reference, tokens):

@@ -350,8 +350,8 @@ def test_what_cannot_be_in_a_batch_is_refused(on_one, tokens):
     model = on_one("llama")
     kv_cache = "past_key_values" if hasattr(model, "original_model") else "past_kv_cache"
     for words, arguments in {
-        f"{kv_cache} cannot be repeated": {kv_cache: object()},
-        "attention_mask must be a tensor": {"attention_mask": [[1]]},
+        rf"{kv_cache}=<.* cannot be repeated": {kv_cache: object()},
+        r"attention_mask=\[\[1]] cannot be repeated": {"attention_mask": [[1]]},
         "return_type='predictions' cannot be split": {"return_type": "predictions"},
     }.items():
         with pytest.raises(ValueError, match=rf"{words}.*batch_size=1"):

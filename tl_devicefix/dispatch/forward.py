@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
-from tl_devicefix.dispatch.mixing import noting_unlike, pausing_modes
+from tl_devicefix.dispatch.mixing import pausing_modes
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run, run_ahead
 from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
 from tl_devicefix.offload import offload_blocks, prefetching
@@ -68,7 +68,7 @@ def run_forward(original: Callable[..., T], self: Model, *args: object, **kwargs
     # A torch hook would be skipped: `generate` and `run_with_hooks` call `forward` directly.
     refuse_unfinished(self)
     refuse_in_run(self)
-    with noting_unlike(), pausing_modes(self):
+    with pausing_modes(self):
         return _forward(original, self, *args, **kwargs)
 
 

@@ -18,26 +18,6 @@ T = TypeVar("T")
 _WHY = "an error that suggests a hook point's name"
 
 
-@patches("HookedTransformer", takes="self name hook", why=_WHY)
-@patches("TransformerBridge", takes="self name hook_fn", why=_WHY)
-def add_hook(
-    original: Callable[..., T], self: Model, name: object, *args: object, **kwargs: object
-) -> T:
-    """Wrap `add_hook`: for an unknown name, the error suggests a hook point.
-
-    Raises:
-        KeyError: if a HookedTransformer has no such hook point.
-        AttributeError: if a TransformerBridge has none.
-    """
-    try:
-        return original(self, name, *args, **kwargs)
-    except (KeyError, AttributeError) as error:
-        if _is_hook_point(self, name):
-            raise
-        cls = UnknownName if isinstance(error, KeyError) else AttributeError
-        raise cls(_sentence(self, name)) from error
-
-
 @patches("HookedTransformer", takes="self fwd_hooks bwd_hooks", why=_WHY)
 @patches("TransformerBridge", takes="self fwd_hooks bwd_hooks", why=_WHY)
 def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
@@ -96,23 +76,13 @@ def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
 
 def why_not_cached(model: Model, name: str) -> str:
     """Say why an activation is not in a cache of a model."""
-    has_model = hasattr(model, "hook_dict")  # a cache loaded from disk may have no model
-    if has_model and not _is_hook_point(model, name):
+    # A cache loaded from disk may have no model.
+    if hasattr(model, "hook_dict") and not _is_hook_point(model, name):
         return _sentence(model, name)
-    setting = _REQUIRED_SETTINGS.get(name.rpartition(".")[2])
-    why = "names_filter or stop_at_layer left it out, see cache.keys()"
-    if has_model and setting is not None and not getattr(model.cfg, setting, False):
-        why = f"call model.set_{setting}(True) before you run"
-    return f"{name} is not in this cache: {why}"
-
-
-_REQUIRED_SETTINGS = {
-    "hook_result": "use_attn_result",
-    "hook_attn_in": "use_attn_in",
-    "hook_mlp_in": "use_hook_mlp_in",
-    **dict.fromkeys(("hook_q_input", "hook_k_input", "hook_v_input"), "use_split_qkv_input"),
-}
-"""Hook point -> the setting that turns it on."""
+    return (
+        f"{name} is not in this cache, see cache.keys(): names_filter or stop_at_layer left it "
+        "out, or a setting such as model.set_use_attn_result(True) turns it on before you run"
+    )
 
 
 def _is_hook_point(model: Model, name: object) -> bool:

@@ -28,7 +28,6 @@ from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 from tl_devicefix.around import Args, Forward, Kwargs, ResumesModes, innermost
 from tl_devicefix.dispatch.scheduler import launching, note_hooked, run_ahead
 from tl_devicefix.fusing.listening import hooks_of, note_hook
-from tl_devicefix.fusing.one_forward import forward_cache
 from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.patch import is_of_user, package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
@@ -355,19 +354,14 @@ class mix_devices:
 
     def __init__(self, mode: bool = True) -> None:
         self._mode = mode
-        # Each `__exit__` pops one and restores it. The first one is the state before this object.
-        self._before = [_switch(mode)]
-        self._is_entered = False
+        self._before = _switch(mode)
 
     def __enter__(self) -> mix_devices:
-        was = _switch(self._mode)  # again: another thread may have made this object
-        if self._is_entered:
-            self._before.append(was)
-        self._is_entered = True
+        _switch(self._mode)  # again: another thread may have made this object
         return self
 
     def __exit__(self, *_: object) -> None:
-        _switch(self._before.pop())
+        _switch(self._before)
 
 
 def _switch(mode: bool) -> bool:
@@ -509,37 +503,7 @@ class _HookAcrossDevices:
                 got = f"{list(activation.shape)} on {printed(activation.device)}"
             note(error, f"this error is from the hook on {hook.name}, whose activation is {got}")
             raise
-        if result is not None and is_tensor:
-            _keep_if_unlike(hook.name, activation, result)
         return _result_on(result, activation.device, devices, hook.name) if mixes else result
-
-
-_UNLIKE = "unlike"
-"""The key of a message about a hook's result that has another shape or class."""
-
-
-def _keep_if_unlike(name: str | None, activation: torch.Tensor, result: object) -> None:
-    """Keep a message about a result of another shape or class: the forward may fail later."""
-    returned = f"a {type(result).__name__}"
-    if isinstance(result, torch.Tensor):
-        if result.shape == activation.shape:
-            return
-        returned = str(list(result.shape))
-    forward_cache()[_UNLIKE] = (
-        f"the hook on {name} returned {returned} for an activation of "
-        f"{list(activation.shape)}: let it return a tensor of that shape, or nothing"
-    )
-
-
-@contextlib.contextmanager
-def noting_unlike() -> Iterator[None]:
-    """Note on a forward's error which hook returned something unlike its activation."""
-    try:
-        yield
-    except Exception as error:
-        if _UNLIKE in forward_cache():
-            note(error, forward_cache()[_UNLIKE])
-        raise
 
 
 def _result_on(

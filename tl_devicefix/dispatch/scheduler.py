@@ -59,8 +59,8 @@ class DeviceQueue:
         self.python_turn = threading.Lock()
         # The condition's lock guards the attributes below; only `check` does without it.
         self._changed = threading.Condition()
-        self._holders: dict[torch.device, Run] = {}
-        self._waiting: dict[torch.device, list[Run]] = defaultdict(list)
+        self._held: set[torch.device] = set()
+        self._waiting: dict[torch.device, list[int]] = defaultdict(list)  # the runs' numbers
         self._is_over = False
 
     def end(self) -> None:
@@ -75,36 +75,22 @@ class DeviceQueue:
         if self._is_over:
             raise Abandoned
 
-    def acquire(self, run: Run, device: torch.device) -> None:
-        """Block until `run` holds the device. The run must hold none when it calls this."""
+    def acquire(self, number: int, device: torch.device) -> None:
+        """Block until the run of this number holds the device; it must hold none before."""
         with self._changed:
-            self._waiting[device].append(run)
-            self._grant(device)
-            try:
-                while self._holders.get(device) is not run:
-                    self.check()
-                    self._changed.wait()
-                self.check()  # again: `end` may have been called after the device was granted
-            except BaseException:
-                if run in self._waiting[device]:
-                    self._waiting[device].remove(run)
-                self.release(run, device)
-                raise
+            waiting = self._waiting[device]
+            waiting.append(number)
+            # The oldest goes first: results are fetched in order, and a run starts after each.
+            while not self._is_over and (device in self._held or number > min(waiting)):
+                self._changed.wait()
+            waiting.remove(number)
+            self.check()
+            self._held.add(device)
 
-    def release(self, run: Run, device: torch.device) -> None:
-        """Release the device if `run` holds it, and grant it to the next run that waits."""
+    def release(self, device: torch.device) -> None:
+        """Release a device for the next run that waits."""
         with self._changed:
-            if self._holders.get(device) is run:
-                del self._holders[device]
-            self._grant(device)
-
-    def _grant(self, device: torch.device) -> None:
-        # The oldest goes first: results are fetched in order, and a run starts after each fetch.
-        waiting = self._waiting[device]
-        if waiting and device not in self._holders:
-            oldest = min(waiting, key=lambda run: run.number)
-            waiting.remove(oldest)
-            self._holders[device] = oldest
+            self._held.remove(device)
             self._changed.notify_all()
 
 
@@ -161,7 +147,7 @@ class Run:
 
     def acquire(self, device: torch.device) -> None:
         """Wait for a device, and hold it."""
-        self.queue.acquire(self, device)
+        self.queue.acquire(self.number, device)
         self.device = device
         # A run on a remote device only waits for an answer, and needs no turn. A local run goes
         # on without it after MAX_WAIT: the run that has the turn may be waiting too, in a hook.
@@ -205,7 +191,7 @@ class Run:
         if device is not None:
             # The next run prefetches there too, and the device has memory for two blocks only.
             drop_prefetched(device)
-            self.queue.release(self, device)
+            self.queue.release(device)
 
     @contextlib.contextmanager
     def preserve_device(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from tl_devicefix.around import Args, Forward, Kwargs, ResumesModes
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes, tensors_in
 from tl_devicefix.dispatch.naming import expression, join_path, list_names
+from tl_devicefix.fusing.listening import IN_VIEW
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload import attach_parts, pin
 from tl_devicefix.placement.fitting import Mover
@@ -82,9 +83,12 @@ def _users_modules(model: Model, placement: Placement, is_own: IsOwn) -> Iterato
 
 
 def move_in_parts(model: Model, placement: Placement) -> None:
-    """Move parts that were assigned since the last forward to their component's device."""
+    """Move parts that were assigned since the last forward to their component's device.
+
+    A view's runs may assign nothing, so its parts were moved before it was made.
+    """
     watch: Watch = model.__dict__[WATCH]
-    if not watch.is_as_seen():
+    if IN_VIEW not in vars(model) and not watch.is_as_seen():
         watch.bring_in(model, placement)
 
 
@@ -101,15 +105,6 @@ class Watch:
     def __reduce__(self) -> tuple[object, ...]:
         # A copied or unpickled model has other modules, so the snapshot is not copied.
         return Watch, (self._is_own, self._warned_of)
-
-    def for_view(self, counterpart_of: Callable[[Any], Any]) -> Watch:
-        """Return a Watch for a view of the model, with the counterparts of its modules."""
-        watch = Watch(self._is_own, self._warned_of)
-        if self.is_as_seen():
-            modules = (module for reference in self._modules if (module := reference()) is not None)
-            watch._modules = [weakref.ref(counterpart_of(module)) for module in modules]
-            watch._seen = watch._now()
-        return watch
 
     def is_as_seen(self) -> bool:
         """Return True if modules, and the devices of tensors, are those of the last check."""

@@ -38,7 +38,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 from tl_devicefix.around import AroundForward
 from tl_devicefix.dispatch.naming import each_module
 from tl_devicefix.dispatch.scheduler import encoding
-from tl_devicefix.dispatch.user_modules import WATCH, Watch
+from tl_devicefix.dispatch.user_modules import WATCH, move_in_parts
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.fusing.listening import HOOKS, IN_VIEW, count_assignment, count_hook
 from tl_devicefix.monkeypatch.patch import LIBRARIES, is_of_user, package_of, patches
@@ -65,6 +65,9 @@ class View(Generic[Module]):
 
     def __init__(self, viewed: Module, builder: ViewBuilder | None = None) -> None:
         builder = ViewBuilder() if builder is None else builder
+        if WATCH in vars(viewed):
+            model: Any = viewed
+            move_in_parts(model, model.placement.here)
         with _no_garbage_collection():
             self.model: Module = builder.of(viewed)
         self.is_captured = builder.is_captured
@@ -76,9 +79,6 @@ class View(Generic[Module]):
                 kind: type = type(tokenizer)
                 own.__class__ = _encoding_in_turn(kind)
                 self._tokenizers.append((own, dict(vars(own))))
-        watch: Watch | None = vars(viewed).get(WATCH)
-        if watch is not None:
-            vars(self.model)[WATCH] = watch.for_view(builder.counterpart_of)
         self._changed, self._states = builder.changed, builder.states
         # Attributes that runs add or replace are found by comparison with these.
         for state in self._states:
@@ -162,15 +162,8 @@ def _encoding_in_turn(kind: type) -> type:
 
         return encode
 
-    def reduce(self: object) -> tuple[object, ...]:
-        # Copies and pickles do not belong to the view.
-        plain: object = object.__new__(kind)
-        vars(plain).update(vars(self))
-        return copy.copy, (plain,)
-
     methods = filter(functools.partial(hasattr, kind), ("_encode_plus", "_batch_encode_plus"))
-    own = {name: in_turn(name) for name in methods}
-    return type(kind.__name__, (kind,), {**own, "__reduce__": reduce})
+    return type(kind.__name__, (kind,), {name: in_turn(name) for name in methods})
 
 
 class _State:
@@ -321,7 +314,7 @@ _KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 _WITH_STATE = (
     *("transformer_lens.hook_points", "transformer_lens.model_bridge"),
     *("transformer_lens.conversion_utils", "torch.nn.modules.module"),
-    *("tl_devicefix.around", "tl_devicefix.dispatch", "tl_devicefix.fusing"),
+    *("tl_devicefix.around", "tl_devicefix.dispatch.mixing", "tl_devicefix.fusing"),
     *("tl_devicefix.hooked_transformer", "tl_devicefix.transformer_bridge"),
     *("tl_devicefix.offload", "tl_devicefix.simulation.backward"),
 )

@@ -10,8 +10,7 @@ Three runs of a prompt `[1, pos]`, one hook each:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,12 +39,10 @@ _REMEDY = "pass batch_size=1"
 def check_repeatable(arguments: dict[str, Any]) -> None:
     """Refuse arguments of a forward that cannot be repeated for each run of a batch."""
     for name, value in arguments.items():
-        if name not in (*_REPEATED, *_SHARED) and value is not None:
-            raise ValueError(f"{name} cannot be repeated for the runs of a batch: {_REMEDY}")
-        if name in _REPEATED and not isinstance(value, torch.Tensor | None):
+        is_tensor = name in _REPEATED and isinstance(value, torch.Tensor)
+        if name not in _SHARED and not is_tensor and value is not None:
             raise ValueError(
-                f"{name} must be a tensor to be repeated for the runs of a batch, but is "
-                f"{shown(value)}: {_REMEDY}"
+                f"{name}={shown(value)} cannot be repeated for the runs of a batch: {_REMEDY}"
             )
     if (kind := arguments.get("return_type", "logits")) not in _RETURN_TYPES:
         raise ValueError(f"return_type={kind!r} cannot be split among runs: {_REMEDY}")
@@ -57,11 +54,17 @@ class Batch:
     Args:
         tokens: the prompts, the same for every run; a single text is given as its tokens.
         runs: the hooks of each run.
+        points: the model's hook points by name; a Bridge's have several names.
         arguments: of the forward, the same for every run; `check_repeatable` has accepted them.
     """
 
-    def __init__(self, tokens: Tokens, runs: Sequence[Hooks], arguments: dict[str, Any]) -> None:
-        self._runs = runs
+    def __init__(
+        self,
+        tokens: Tokens,
+        runs: Sequence[Hooks],
+        points: Mapping[str, HookPoint],
+        arguments: dict[str, Any],
+    ) -> None:
         self._n_runs = len(runs)
         self._tokens: Tokens
         if isinstance(tokens, torch.Tensor):
@@ -79,33 +82,93 @@ class Batch:
             else value
             for name, value in arguments.items()
         }
+        self._points = points
+        # A hook point's own name -> the runs that hook it, with their hooks, in order
+        self._hooks: dict[str, list[tuple[int, Callable[..., Any]]]] = {}
+        self._named: dict[str, str] = {}  # the names that runs use, by the hook points' own
+        for run, hooks in enumerate(runs):
+            for names, hook in hooks:
+                found = [names] if isinstance(names, str) else filter(names, points)
+                for own_name in dict.fromkeys(map(self._own_name, found)):
+                    self._hooks.setdefault(own_name, []).append((run, hook))
+                if isinstance(names, str):
+                    self._named[self._own_name(names)] = names
+        # Run -> the context of each hook point, by its own name
+        self._contexts: dict[tuple[int, str | None], dict[object, object]] = {}
 
     def run(self, model: Model) -> list[Any]:
         """Run all runs in one forward of a model or view, and return the result of each."""
-        results = _HookResults()
+        loss_fn = model.loss_fn
         # A Bridge's norm ignores in-place edits, unless a hook of some run returns a tensor.
         uneditable = _OF_NORMS if hasattr(model, "original_model") else ()
-        rows_of_runs = [
-            _RunRows(number, self._rows, self._n_runs, results, uneditable)
-            for number in range(self._n_runs)
-        ]
-        loss_fn = model.loss_fn
 
-        def call(
-            rows: _RunRows, user_hook: Callable[..., object], *args: object, hook: HookPoint
-        ) -> torch.Tensor | None:
-            with replaced_loss(model, loss_fn):  # the hook may run the model
-                return rows.call(user_hook, *args, hook=hook)
+        def call(activation: Any, *, hook: HookPoint) -> torch.Tensor | None:
+            with replaced_loss(model, loss_fn):  # a hook may run the model
+                return self._call(activation, hook, f"{hook.name}".endswith(uneditable))
 
-        hooks: Any = [
-            (names, partial(call, rows, hook))
-            for rows, run in zip(rows_of_runs, self._runs)
-            for names, hook in run
-        ]
+        hooks: list[tuple[Any, Any]] = [(name, call) for name in self._named.values()]
+        # TransformerLens refuses a hook point that is off if it is named, not if it is filtered.
+        filtered = self._hooks.keys() - self._named.keys()
+        if filtered:
+            hooks.append((lambda name: self._own_name(name) in filtered, call))
         # Apply the model's own loss to each run's rows.
         with replaced_loss(model, partial(self._losses, loss_fn)):
             output = model.run_with_hooks(self._tokens, fwd_hooks=hooks, **self._arguments)
         return self._split(output)
+
+    def _own_name(self, name: str) -> str:
+        return self._points[name].name or name
+
+    def _call(self, activation: Any, hook: HookPoint, is_uneditable: bool) -> torch.Tensor | None:
+        """Call the runs' hooks on a hook point, each with its rows of `[run * batch, ...]`."""
+        self._check_rows(activation, hook)
+        # The model may read the activation elsewhere too, so hooks edit it in place.
+        source, result = activation, None
+        if activation.stride(0) == 0:  # a Bridge's positions, one row for all runs
+            source = activation.clone()
+            result = source.clone()
+        returned: dict[int, torch.Tensor] = {}  # run -> what its last hook returned
+        for run, user_hook in self._hooks[f"{hook.name}"]:
+            own = slice(run * self._rows, (run + 1) * self._rows)
+            rows = returned[run] if run in returned else source[own]
+            context = self._contexts.setdefault((run, hook.name), dict(hook.ctx))
+            before = rows.clone() if is_uneditable else None
+            edited = user_hook(rows, hook=_RunHookPoint(hook, context))
+            if edited is None or edited is rows:
+                edited = rows
+                if before is not None and not torch.equal(before, rows):
+                    raise ValueError(
+                        f"a hook on {hook.name} edits in place, which a TransformerBridge ignores "
+                        f"there: return a new tensor, or {_REMEDY}"
+                    )
+            elif getattr(edited, "shape", None) != rows.shape or edited.dtype != rows.dtype:
+                given = list(edited.shape) if isinstance(edited, torch.Tensor) else shown(edited)
+                raise ValueError(
+                    f"a hook on {hook.name} returned {given} for {rows.dtype} {list(rows.shape)}, "
+                    f"but in a batch it must return a tensor of the same shape and dtype: return "
+                    f"one, or {_REMEDY}"
+                )
+            # A hook may keep rows that have a gradient: they have to lead to the results.
+            if edited is not rows or (rows.requires_grad and not is_uneditable):
+                returned[run] = edited
+                result = source.clone() if result is None else result
+            if result is not None:
+                result[own] = edited
+        return result
+
+    def _check_rows(self, activation: Any, hook: HookPoint) -> None:
+        """Refuse a hook point whose first dimension is not `run * batch`."""
+        shape = tuple(getattr(activation, "shape", ()))
+        n_rows = self._n_runs * self._rows
+        # An expert's rows are the tokens routed to it: their number may match by chance.
+        is_of_expert = ".experts." in f"{hook.name}."
+        if is_of_expert or shape[:1] != (n_rows,):
+            what = f"a tensor {list(shape)}" if shape else f"a {type(activation).__name__}"
+            what = "rows of experts" if is_of_expert else f"{what} instead of {n_rows} rows"
+            raise ValueError(
+                f"{hook.name} cannot be split among {self._n_runs} runs of a batch, as it gives "
+                f"{what}: {_REMEDY}"
+            )
 
     def _losses(
         self,
@@ -137,100 +200,6 @@ class Batch:
         if isinstance(output, torch.Tensor) and output.shape == (self._n_runs,):  # a loss of each
             return list(output.unbind())
         return list(self._split_rows(output))
-
-
-class _HookResults:
-    """The activation at a hook point, as a batch's hooks have left it so far.
-
-    Attributes:
-        source: the activation that the model passed in. The model may read it elsewhere too, so a
-            run's hooks edit it in place, until one of them returns a tensor.
-        activation: a copy of `source` with all runs' results; None until a hook returns a tensor.
-        returned: run -> the last tensor that a hook of the run returned.
-    """
-
-    source: torch.Tensor
-    activation: torch.Tensor | None = None
-    returned: dict[int, torch.Tensor]
-    _point: str | None = None
-
-    def begin(self, activation: torch.Tensor, point: str | None) -> None:
-        """Start with this activation, unless it is the copy that an earlier hook returned here."""
-        if point != self._point or not _is_same(activation, self.activation):
-            self.source, self.activation, self._point = activation, None, point
-            self.returned = {}
-            if activation.stride(0) == 0:  # a Bridge's positions, one row for all runs
-                self.source = activation.clone()
-                self.activation = self.source.clone()
-
-
-def _is_same(activation: torch.Tensor, other: torch.Tensor | None) -> bool:
-    if activation is other or other is None:
-        return activation is other
-    with contextlib.suppress(RuntimeError):  # a tensor in `torch.func` has no memory
-        return activation.data_ptr() == other.data_ptr()  # an OPT Bridge makes a view for each hook
-    return False
-
-
-class _RunRows:
-    """The rows of a run in a batch, which its hooks see and edit."""
-
-    def __init__(
-        self, run: int, rows: int, n_runs: int, results: _HookResults, uneditable: tuple[str, ...]
-    ) -> None:
-        self._results, self._uneditable = results, uneditable
-        self._run, self._n_runs, self._total = run, n_runs, n_runs * rows
-        self._rows = slice(run * rows, (run + 1) * rows)
-        self._contexts: dict[int, dict[object, object]] = {}  # by the id of `hook.ctx`
-
-    def call(
-        self, user_hook: Callable[..., Any], activation: Any, *, hook: HookPoint
-    ) -> torch.Tensor | None:
-        """Call a hook of the run with its rows `[batch, ...]` of `[run * batch, ...]`."""
-        shape = tuple(getattr(activation, "shape", ()))
-        is_of_expert = ".experts." in f"{hook.name}."
-        # An expert's rows are the tokens routed to it: their number may match by chance.
-        if is_of_expert or shape[:1] != (self._total,):
-            what = f"a tensor {list(shape)}" if shape else f"a {type(activation).__name__}"
-            what = "rows of experts" if is_of_expert else f"{what} instead of {self._total} rows"
-            raise ValueError(
-                f"{hook.name} cannot be split among {self._n_runs} runs of a batch, as it gives "
-                f"{what}: {_REMEDY}"
-            )
-        results = self._results
-        results.begin(activation, hook.name)
-        rows = results.returned.get(self._run)
-        if rows is None:
-            rows = results.source[self._rows]
-        point = _RunHookPoint(hook, self._contexts.setdefault(id(hook.ctx), dict(hook.ctx)))
-        before = rows.clone() if f"{hook.name}".endswith(self._uneditable) else None
-        result = user_hook(rows, hook=point)
-        if result is None or result is rows:
-            if before is not None and not torch.equal(before, rows):
-                raise ValueError(
-                    f"a hook on {hook.name} edits in place, which a TransformerBridge ignores "
-                    f"there: return a new tensor, or {_REMEDY}"
-                )
-            result = rows
-            if before is None and rows.requires_grad:  # the hook may keep them, for a gradient
-                self._return(rows, activation)
-        elif getattr(result, "shape", None) != rows.shape or result.dtype != rows.dtype:
-            given = list(result.shape) if isinstance(result, torch.Tensor) else shown(result)
-            raise ValueError(
-                f"a hook on {hook.name} returned {given} for {rows.dtype} {list(rows.shape)}, but "
-                f"in a batch it must return a tensor of the same shape and dtype: return one, or "
-                f"{_REMEDY}"
-            )
-        else:
-            self._return(result, activation)
-        if results.activation is not None:
-            results.activation[self._rows] = result
-        return results.activation
-
-    def _return(self, result: torch.Tensor, activation: torch.Tensor) -> None:
-        self._results.returned[self._run] = result
-        if self._results.activation is None:
-            self._results.activation = activation.clone()
 
 
 class _RunHookPoint:

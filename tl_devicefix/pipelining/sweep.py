@@ -169,7 +169,7 @@ def _sweep(
     is_bridge = hasattr(model, "original_model")
     first_block = _FirstBlock(model, points, tokens, arguments)
     checked: Iterable[Hooks] = map(partial(_checked, points), itertools.count(), runs)
-    last_first = None  # the last block at which a run starts, if known
+    last_first = first_block.of(())  # the last block at which a run may start
     if isinstance(runs, (list, tuple)):
         checked = list(checked)
         firsts = list(map(first_block.of, checked))
@@ -199,7 +199,7 @@ def _sweep(
             if not group:
                 return
             first = min(map(first_block.of, group))
-            stream = streams.before(first, first_block.of(())) if first else None
+            stream = streams.before(first) if first else None
             yield number, group, first, stream
 
     def run_from(view: Model, start: _Start) -> list[Any]:
@@ -210,7 +210,7 @@ def _sweep(
         try:
             with skipping_by_model[view].until(first, stream, n_runs):
                 if n_runs > 1:
-                    return Batch(tokens, group, arguments).run(view)
+                    return Batch(tokens, group, points, arguments).run(view)
                 run = view.run_with_hooks
                 names = [name for name, _ in group[0] if isinstance(name, str)]
                 if first and is_bridge and view is model and len(names) == len(group[0]):
@@ -473,20 +473,17 @@ class _ResidualStreams:
     outputs take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third,
     and so on, besides the one in use. Then a run may recompute the blocks after the last kept one.
 
-    A forward costs more than its blocks. So the first one goes on to the last layer that will be
-    asked for. If that is unknown and all outputs fit, each forward goes on for as many further
-    blocks as the layers that were asked for let expect.
+    A forward costs more than its blocks, so the first one goes on to the last layer that will be
+    asked for.
 
     Args:
         model: the model.
         tokens: the prompts.
         arguments: of the forward.
-        last: the last layer that will be asked for; None if unknown.
+        last: the last layer that will be asked for; if unknown, that may be.
     """
 
-    def __init__(
-        self, model: Model, tokens: Tokens, arguments: dict[str, Any], last: int | None
-    ) -> None:
+    def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any], last: int) -> None:
         self._model, self._tokens, self._last = model, tokens, last
         self._inputs = {name: value for name, value in arguments.items() if name in _INPUTS}
         self._blocks = list(getattr(model, "blocks", ()))
@@ -495,25 +492,15 @@ class _ResidualStreams:
         self._kept: dict[int, BlockOutput] = {}
         self._stride = 1
         self._asked = 0  # the block whose input is kept until the next one is asked for
-        self._first, self._n_asked = 0, 0  # of the layers asked for
 
-    def before(self, layer: int, limit: int) -> BlockOutput:
+    def before(self, layer: int) -> BlockOutput:
         """Return the output of block `layer - 1`, on the device of block `layer` if there is one.
 
         Args:
             layer: 1 or more.
-            limit: the last layer that may be asked for.
         """
-        if layer != self._asked:
-            self._first, self._n_asked = self._first or layer, self._n_asked + 1
         if layer not in self._kept:
-            stop = layer
-            if self._stride == 1 and self._last is not None:
-                stop = max(layer, self._last)
-            elif self._stride == 1 and self._n_asked > 2:
-                # 3 layers asked for: go on for one more step; 4: for two, ...
-                step = (layer - self._first) // (self._n_asked - 1)
-                stop = min(layer + step * (self._n_asked - 2), limit)
+            stop = max(layer, self._last) if self._stride == 1 else layer
             self._go_on(max(filter(layer.__gt__, self._kept), default=0), layer, stop)
         if self._asked != layer and self._asked % self._stride:
             del self._kept[self._asked]

@@ -57,9 +57,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def parse_bytes(size: int | str, called: str = "memory") -> int:
     """Return a size in bytes, from a number of bytes or accelerate's notation ("8GiB", "500MB")."""
     n_bytes: float = size if type(size) is int else -1
-    if match := re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT])(i?)B\s*", str(size)):
+    # In any case, as for accelerate, but for "500mb": accelerate reads bits, and users mean bytes.
+    if match := re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGTkmgt])(?:([Ii])[Bb]|B)\s*", str(size)):
         base = 1024 if match[3] else 1000
-        n_bytes = float(match[1]) * base ** _PREFIXES.index(match[2])
+        n_bytes = float(match[1]) * base ** _PREFIXES.index(match[2].upper())
     if n_bytes < 0:
         raise ValueError(
             f"{called} must be bytes as an int, or a text such as '20GiB' or '500MB' with a "
