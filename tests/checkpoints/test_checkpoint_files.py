@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,38 +287,16 @@ def test_tensor_missing_extra_or_misshapen_is_refused_by_name(
         load(checkpoint)
 
 
-def with_header(content: bytes, **changes: Any) -> bytes:
-    """A safetensors file (8 bytes of length, JSON, the values) that says else of one tensor."""
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    header[NAME].update(changes)
-    written = json.dumps(header).encode()
-    return len(written).to_bytes(8, "little") + written + content[8 + size :]
-
-
-DAMAGE: tuple[Callable[[bytes], bytes], ...] = (
-    lambda content: content[:-2],
-    lambda content: content[:8] + b"?" * 12 + content[20:],
-    lambda content: with_header(content, shape=[3, 3]),
-)
-
-
-@pytest.mark.parametrize(
-    ("file", "damages", "says"),
-    [
-        (SAFETENSORS, DAMAGE, "damaged or incomplete"),
-        (SAFETENSORS, (None,), "is missing"),
-        (PICKLE, (lambda content: content[:-1000],), ""),
-    ],
-)
-def test_damaged_or_missing_file_is_refused_by_name(file, damages, says, write, refused):
+@pytest.mark.parametrize("file", [SAFETENSORS, PICKLE])
+def test_damaged_or_missing_file_is_refused_by_name(file, write, refused):
     checkpoint = write(file, 3)
     path = checkpoint / file_of(checkpoint, NAME, file)
-    content = path.read_bytes()
-    for damage in damages:
-        path.write_bytes(damage(content)) if damage else path.unlink()
-        with refused(str(path), says, "again"):
-            load(checkpoint)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with refused(str(path), "damaged or incomplete", "again"):
+        load(checkpoint)
+    path.unlink()
+    with refused(str(path), "is missing", "again"):
+        load(checkpoint)
 
 
 def test_damaged_shard_index_is_refused(write, refused):

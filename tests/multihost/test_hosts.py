@@ -50,20 +50,6 @@ def test_a_device_is_named_by_its_host_and_what_that_calls_it(monkeypatch):
             joined.find(name)
 
 
-class _AsBefore(list):
-    """A list of which another thread has taken an item after its length was read."""
-
-    def __len__(self):
-        return super().__len__() + 1
-
-
-def test_two_threads_may_take_what_a_host_is_to_forget():
-    host = _Host("node-b")
-    host.forgotten = _AsBefore([1, 2])
-    assert sorted(host.take_forgotten()) == [1, 2]
-    assert host.take_forgotten() == []
-
-
 def test_device_of_a_host_that_has_not_joined_is_refused(config, joined_hosts):
     device_map = {"": "cpu", "blocks.1": "node-b/cuda:0"}
     before = plan(config(), device_map=device_map)
