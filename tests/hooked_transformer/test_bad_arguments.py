@@ -15,7 +15,6 @@ from model_classes import HookedTransformer
 from packaging.version import Version
 from transformer_lens import loading_from_pretrained as tl_loading
 
-import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
 pytestmark = pytest.mark.hooked
@@ -135,22 +134,3 @@ def test_out_of_memory_is_not_reported_as_wrong_architecture(hf_models, load, on
     monkeypatch.setattr(tl_loading, "get_pretrained_state_dict", no_room)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         load("qwen2", hf_model=hf_models("llama"), device="cpu")
-
-
-REFUSED_ALONE: dict[str, Callable[[Any], Any]] = {
-    "direction of hooks": lambda model: model.reset_hooks(direction="forward"),
-    "an embedding that is missing": lambda model: model.center_writing_weights({}),
-    "an unembedding that is missing": lambda model: model.center_unembed({}),
-    "an option of no method": lambda model: model.fold_layer_norm({}, fold_bias=True),
-    "a direction, without hooks": lambda model: model.remove_all_hook_fns("fwd, bwd"),
-}
-"""Calls that TransformerLens refuses."""
-
-
-@pytest.mark.parametrize("case", REFUSED_ALONE)
-def test_what_transformer_lens_refuses_is_refused(case, model, reference):
-    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: x)
-    with tl_devicefix.disabled(), pytest.raises((ValueError, KeyError, TypeError)) as expected:
-        REFUSED_ALONE[case](reference)
-    with pytest.raises(type(expected.value)):
-        REFUSED_ALONE[case](model)

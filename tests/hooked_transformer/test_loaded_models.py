@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import textwrap
 import threading
 from typing import Any
 
@@ -16,7 +15,6 @@ from devices import device
 from hf_models import HF_CONFIGS, make_hf_model
 from model_classes import HookedTransformer
 from parameters import in_turn
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformer_lens import HookedTransformerConfig
 from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
@@ -83,17 +81,6 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
     for name, tensor in model.named_parameters():
         assert tensor.device == model.placement.device_of(name)
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
-
-
-def test_documented_way_to_save_writes_every_weight(load, machine, tmp_path):
-    model = load("gpt-neo", n_devices=4)  # which has global and local attention in turn
-    docstring = HookedTransformer.from_pretrained.__doc__.splitlines()
-    advice = textwrap.dedent("\n".join(line for line in docstring if "copied" in line))
-    path = tmp_path / "model.safetensors"
-    exec(advice, {"torch": torch, "save_file": save_file, "model": model, "path": path})
-    state_dict, loaded = model.state_dict(), load_file(path)
-    assert set(loaded) == set(state_dict)
-    assert all(torch.equal(loaded[key], state_dict[key].cpu()) for key in loaded)
 
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

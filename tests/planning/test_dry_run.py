@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -171,34 +170,6 @@ def test_peak_is_reported_with_the_module_where_it_was():
     assert dry.devices[0].module == "unembed"
     assert dry.devices[1].module.startswith("blocks.")
     assert "_original_component" not in repr(dry)
-
-
-def test_peak_is_reported_with_the_module_of_its_thread():
-    def job(model):
-        inside, may_end = threading.Event(), threading.Event()
-        home = next(model.parameters()).device
-
-        def wait(*_):
-            if threading.current_thread() is thread:
-                inside.set()
-                assert may_end.wait(60)
-
-        def allocate(*_):
-            thread.start()
-            assert inside.wait(60)
-            torch.zeros(2**24, device=home)
-            may_end.set()
-
-        thread = threading.Thread(target=lambda: model.embed(TOKENS.to(home)))
-        model.embed.register_forward_pre_hook(wait)
-        model.blocks[1].register_forward_pre_hook(allocate)
-        with torch.no_grad():
-            model(TOKENS.to(home))
-        thread.join()
-
-    dry = dry_run("gpt2", job, **FOUR_LAYERS)
-    assert dry.runs, dry
-    assert dry.devices[0].module == "blocks.1"
 
 
 @pytest.mark.hooked
