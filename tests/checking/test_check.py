@@ -1,7 +1,5 @@
 """`tl_devicefix.check`: each fault is found and named, the given line fixes it."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable
@@ -65,52 +63,52 @@ class Fault(NamedTuple):
     is_fixed: bool = True
 
 
-def block_moved(model: Any) -> None:
+def block_moved(model):
     model.blocks[2].to(device(0))
 
 
-def home_renamed(model: Any) -> None:
+def home_renamed(model):
     model.cfg.device = device(1)
 
 
-def identity(activation: Any, hook: Any) -> None:
+def identity(activation, hook):
     pass
 
 
-def pytorch_hook_left(model: Any) -> None:
+def pytorch_hook_left(model):
     model.blocks[2].register_forward_hook(lambda *args: None)
 
 
-def parameter_replaced(model: Any) -> None:
+def parameter_replaced(model):
     model.unembed.W_U = nn.Parameter(model.unembed.W_U.detach().to(device(2)))
 
 
-def some_parameters_moved(model: Any) -> None:
+def some_parameters_moved(model):
     for name in ("_W_K", "W_Q"):
         parameter = getattr(model.blocks[4].attn, name)
         parameter.data = parameter.data.to("cpu")
 
 
-def block_replaced(model: Any) -> None:
+def block_replaced(model):
     weights = model.blocks[2].state_dict()
     model.blocks[2] = TransformerBlock(model.cfg, 2).to(device(2))
     model.blocks[2].load_state_dict(weights, strict=False)
 
 
-def backward_hook_left(model: Any) -> None:
+def backward_hook_left(model):
     model.blocks[2].hook_resid_post.add_hook(identity, dir="bwd")
 
 
-def mlp_replaced_in_the_wrapped_model(model: Any) -> None:
+def mlp_replaced_in_the_wrapped_model(model):
     model.original_model.model.layers[2].mlp = nn.Linear(D_MODEL, D_MODEL).to(device(0))
 
 
-def weight_moved(model: Any) -> None:
+def weight_moved(model):
     weight = model.blocks[4].attn.q._original_component.weight
     weight.data = weight.data.to("cpu")
 
 
-def hook_left(model: Any) -> None:
+def hook_left(model):
     model.add_hook("blocks.2.hook_resid_post", identity)
 
 

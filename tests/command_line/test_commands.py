@@ -1,9 +1,5 @@
 """`python -m tl_devicefix demo` and `selfcheck`: what they say, and their exit status."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from devices import TYPE
@@ -70,7 +66,7 @@ def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(capsys, monkeypat
 class Corrupted(torch.Tensor):
     """A tensor that arrives otherwise than it was sent."""
 
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cpu(self, *args, **kwargs):
         return super().cpu().as_subclass(torch.Tensor) + (torch.arange(len(self)) == 7)
 
 

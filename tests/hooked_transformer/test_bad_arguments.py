@@ -1,10 +1,6 @@
 """Arguments that make no sense are refused in one sentence, which says what to do instead."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ from tl_devicefix.monkeypatch.versions import installed
 
 pytestmark = pytest.mark.hooked
 
-NONSENSE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+NONSENSE = [
     ({"n_devices": 5}, ("n_devices=5", "4 ", "lower n_devices")),
     ({"n_devices": 2, "device": "cpu"}, ("n_devices=2", "'cpu'", "lower n_dev")),
     ({"n_devices": 0}, ("n_devices must be", "1 or more, but is 0")),
@@ -70,12 +66,12 @@ def test_transformers_arguments_resembling_ours_are_accepted(load):
     assert load("qwen2", device="cpu", torch_dtype=torch.float64, **options)
 
 
-def on_meta(name: str) -> Callable[[Any], Any]:
+def on_meta(name):
     return lambda hf_model: hf_model.get_submodule(name).to("meta")
 
 
 WITHOUT_VALUES = ("meta device", "load the model with its weights")
-UNUSABLE: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+UNUSABLE = {
     "a norm without values": (on_meta("model.norm"), ("ln_final", *WITHOUT_VALUES)),
     "another shape": (
         lambda hf_model: setattr(hf_model.model.layers[4].mlp, "up_proj", torch.nn.Linear(16, 20)),

@@ -1,7 +1,5 @@
 """A load that fails or is interrupted, wherever it is, leaves everything as it was before."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import pkgutil
@@ -64,7 +62,7 @@ def state(machine):
 
 
 _WING = "tl_devicefix.hooked_transformer"
-STAGES: dict[str, tuple[str, int]] = {
+STAGES = {
     "the plan": (f"{_WING}.loading.decide_fitting", 1),
     "reading a component": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.read", 4),
     "folding the last slice": (f"{_WING}.processing.process_component", 13),
@@ -133,7 +131,7 @@ def test_out_of_memory_error_says_what_was_on_the_device(checkpoints):
         ):
             HookedTransformer.from_pretrained(directory, n_devices=2)
 
-        allocated, planned = re.search(  # type: ignore[union-attr]
+        allocated, planned = re.search(
             r"sim:1.* ran out of memory while blocks\.\d was brought there or processed: "
             r"([\d.]+) KiB of the ([\d.]+) KiB planned for it were there",
             str(caught.value),

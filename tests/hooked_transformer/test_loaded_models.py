@@ -1,11 +1,8 @@
 """What is true of every model that is loaded, and loads that are out of the ordinary."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -89,7 +86,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 class WithProbe(HookedTransformer):
     """A subclass that adds a parameter, a module and a buffer."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.scale = nn.Parameter(torch.full((2,), 3.0))
         self.probe = nn.Linear(2, 2)

@@ -1,7 +1,5 @@
 """Processing weights by hand: each method alone, and all of them on a model."""
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 from architectures import NO_PROCESSING, PROCESSING, TOYS
 from comparison import (
-    Weights,
     assert_same_model,
     assert_same_tensors,
     assert_same_weights,
@@ -59,9 +56,7 @@ def without_weights(on_one):
     return make
 
 
-def for_each(
-    cases: list[tuple[str, dict[str, bool], str]], hold_unpatched: tuple[str, ...] = ()
-) -> pytest.MarkDecorator:
+def for_each(cases, hold_unpatched=()):
     """Run a test for methods of HookedTransformer: its name, options, and a model to call it on."""
     fails = pytest.mark.fails_unpatched
     cases_with_marks = [
@@ -72,7 +67,7 @@ def for_each(
     return pytest.mark.parametrize(("method", "options", "name"), cases_with_marks)
 
 
-def scattered(state_dict: Weights, devices: list[torch.device]) -> Weights:
+def scattered(state_dict, devices):
     """The weights, each on any of the devices and in any of three dtypes."""
     choose = random.Random(0).choice
     dtypes = [torch.float32, torch.float64, torch.bfloat16]
@@ -82,7 +77,7 @@ def scattered(state_dict: Weights, devices: list[torch.device]) -> Weights:
     }
 
 
-def copied(state_dict: Weights) -> Weights:
+def copied(state_dict):
     return {name: tensor.cpu().clone() for name, tensor in state_dict.items()}
 
 

@@ -1,10 +1,5 @@
 """Arguments that make no sense are refused in a sentence, by each call."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -14,21 +9,18 @@ from tl_devicefix import dry_run, estimate, plan
 from tl_devicefix.__main__ import main
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
-Rows = list[tuple[Callable[[], Any], str]]
-"""Calls, and what is said of them."""
 
-
-def estimated(model: Any = "gpt2", **options: Any) -> Any:
+def estimated(model="gpt2", **options):
     return estimate(model, seq_len=8, **options)
 
 
-def dry(model: Any = "gpt2", **options: Any) -> Any:
+def dry(model="gpt2", **options):
     return dry_run(model, id, **options)
 
 
-REFUSED: Rows = [
+REFUSED = [
     (
-        lambda: dry_run("gpt2", "forward"),  # type: ignore[arg-type]
+        lambda: dry_run("gpt2", "forward"),
         "run, the second argument, must be a function .*, but is 'forward'",
     ),
     (lambda: dry(cls=dict), "cls must be .*, but is"),

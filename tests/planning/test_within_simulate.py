@@ -1,25 +1,19 @@
 """`estimate` and `dry_run` inside `with simulate(...)`: it is as it was afterwards."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.fx.experimental._config as meta_config
 from by_name import CONFIG
 
 from tl_devicefix import dry_run, estimate, plan, simulate
-from tl_devicefix.simulation.machine import Machine
 
 
-def forward(model: Any) -> Any:
+def forward(model):
     return model(torch.zeros(1, 4, dtype=torch.long))
 
 
-def interrupted() -> None:
-    def interrupt(model: Any) -> Any:
+def interrupted():
+    def interrupt(model):
         forward(model)
         raise KeyboardInterrupt
 
@@ -27,7 +21,7 @@ def interrupted() -> None:
         dry_run(CONFIG, interrupt, 3)
 
 
-PLANNING: dict[str, Callable[[], Any]] = {
+PLANNING = {
     "an estimate": lambda: estimate(CONFIG, 2, seq_len=4),
     "a job that is interrupted": interrupted,
     "a dry run in one": lambda: dry_run(CONFIG, lambda _: dry_run(CONFIG, forward, 2)),
@@ -40,7 +34,7 @@ def outer():
         yield machine
 
 
-def counts(machine: Machine) -> Any:
+def counts(machine):
     kinds = (machine.memory_allocated, machine.max_memory_allocated, machine.mem_get_info)
     return (
         [kind(i) for kind in kinds for i in range(len(machine.devices))],

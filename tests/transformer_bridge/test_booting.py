@@ -1,11 +1,8 @@
 """`boot_transformers` over several devices: what may be asked for, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
-from typing import Any
 
 import accelerate
 import pytest
@@ -30,7 +27,7 @@ import tl_devicefix
 pytestmark = pytest.mark.bridge
 
 
-def devices_of(bridge: Any) -> dict[str, torch.device]:
+def devices_of(bridge):
     """Where the weights of each component really are."""
     modules = dict(bridge.named_modules())
     result = {}

@@ -1,7 +1,5 @@
 """Over n devices, a Bridge has the weights and gives the results of the unpatched one on a CPU."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
