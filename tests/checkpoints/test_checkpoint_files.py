@@ -16,7 +16,6 @@ from transformer_lens import HookedTransformerConfig
 from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
-from tl_devicefix.checkpoints import files
 from tl_devicefix.checkpoints.checkpoint import load_hf_model
 
 pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
@@ -342,10 +341,3 @@ def test_unusable_config_json_is_refused(write, refused):
         config.write_text(json.dumps({**fields, **changes}))
         with refused(str(checkpoint), says, error=(ValueError, RuntimeError)):
             load(checkpoint)
-
-
-def test_a_fault_of_this_package_is_not_called_the_files(write, machine, monkeypatch):
-    """It is one if it was raised in code of a module of this package."""
-    monkeypatch.setattr(files, "headers", eval("lambda *_: {}['our fault']", vars(files)))
-    with pytest.raises(KeyError, match="our fault"):
-        load(write())

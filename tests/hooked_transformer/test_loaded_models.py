@@ -135,19 +135,16 @@ def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints, machine)
         assert component.weights == sum(parameter.nbytes for parameter in parameters)
 
 
-@pytest.fixture
-def with_sinks():
-    """A model of a HookedTransformerConfig, whose patterns do not sum to 1."""
-    if "use_attention_sinks" not in HookedTransformerConfig.__dataclass_fields__:
-        pytest.skip("this TransformerLens's HookedTransformer has no attention sinks")
-    return build_toy(attention_only_config(use_attention_sinks=True))
-
-
-def test_value_biases_stay_where_attention_has_sinks(with_sinks, tokens, caplog):
-    before, weights = log_probs(with_sinks, tokens), with_sinks.state_dict()
-    with_sinks.load_and_process_state_dict(weights)
-    assert_agrees(log_probs(with_sinks, tokens), before, tolerance=1e-5)
-    assert with_sinks.blocks[0].attn.b_V.any()
+@pytest.mark.skipif(
+    "use_attention_sinks" not in HookedTransformerConfig.__dataclass_fields__,
+    reason="this TransformerLens's HookedTransformer has no attention sinks",
+)
+def test_value_biases_stay_where_attention_has_sinks(tokens, caplog):
+    model = build_toy(attention_only_config(use_attention_sinks=True))  # no pattern sums to 1
+    before, weights = log_probs(model, tokens), model.state_dict()
+    model.load_and_process_state_dict(weights)
+    assert_agrees(log_probs(model, tokens), before, tolerance=1e-5)
+    assert model.blocks[0].attn.b_V.any()
     assert "fold_value_biases=True does not apply to attention with sinks" in caplog.text
     with pytest.raises(ValueError, match="attention with sinks, where they add no constant"):
-        with_sinks.load_and_process_state_dict(weights, refactor_factored_attn_matrices=True)
+        model.load_and_process_state_dict(weights, refactor_factored_attn_matrices=True)
