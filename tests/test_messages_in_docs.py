@@ -1,10 +1,7 @@
 """Every message that docs/troubleshooting.md quotes is the package's, or a named library's."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -20,17 +17,17 @@ VALUE = ""
 """Stands for a value that is filled in."""
 
 
-def quoted() -> list[str]:
+def quoted():
     rows = (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()
     cells = [row.split("|")[1] for row in rows if row.startswith("| ")]
     return [quote for cell in cells for quote in re.findall(r"\*([^*]+)\*", cell)]
 
 
-def words(text: str) -> list[str]:
+def words(text):
     return re.findall(r"[A-Za-z_]+", text)
 
 
-def messages() -> Iterator[list[str]]:
+def messages():
     """The words of every text in the package, with `VALUE` where one is filled in."""
     for path in sorted((ROOT / "tl_devicefix").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -41,11 +38,11 @@ def messages() -> Iterator[list[str]]:
                 yield words(node.value)
 
 
-def n_same(quote: list[str], message: list[str]) -> int:
+def n_same(quote, message):
     """How many words of the quote a message has, in one piece from where it begins, or -1."""
     best = {0: 0}
     for word in message:  # by how many words of the quote are matched, how many of these literally
-        after: dict[int, int] = {0: 0}
+        after = {0: 0}
         for at, same in best.items():
             if word == VALUE:
                 for end in range(at, len(quote) + 1):

@@ -1,7 +1,5 @@
 """Each notebook runs without a warning, and prints the text that it was committed with."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

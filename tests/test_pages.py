@@ -1,7 +1,5 @@
 """Each output that a page shows is all that the block before it prints, on the version it names."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

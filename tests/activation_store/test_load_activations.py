@@ -1,7 +1,5 @@
 """`load_activations` reads what is on disk without a model, and hands tokens out in batches."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +34,7 @@ def all_of_it():
     return numbers.bfloat16().repeat(1, 1, D_MODEL)
 
 
-INDICES: Any = [
+INDICES = [
     *(3, -1, slice(3, 7), slice(None), slice(5, 2), slice(-3, None), slice(1, 11, 4)),
     *([5, 1, 10], [-1, 5, 5], [], torch.tensor([2, 9]), np.array([7, 0]), torch.tensor(4)),
 ]
@@ -121,12 +118,12 @@ def test_the_command_lists_activations_and_checks_shards(written, capsys):
 N_TOKENS = N_EXAMPLES * WIDTH
 
 
-def numbers(batches: Any) -> list[int]:
+def numbers(batches):
     """Of the tokens, in the order in which they are handed out."""
     return [int(row[0]) for batch in batches for row in batch]
 
 
-def assert_no_thread_reads() -> None:
+def assert_no_thread_reads():
     for thread in threading.enumerate():
         if "activations reader" in thread.name:
             thread.join(10)
@@ -163,7 +160,7 @@ def test_unshuffled_batches_come_in_the_order_on_disk(written):
 
 @pytest.mark.parametrize("n_batches", [0, 14])
 def test_state_dict_resumes_other_batches_where_it_was_taken(n_batches, written):
-    options: Any = {"batch_size": 7, "epochs": 2, "seed": 1}
+    options = {"batch_size": 7, "epochs": 2, "seed": 1}
     first = written.activations(RESID, **options)
     seen = list(itertools.islice(first, n_batches))
     others = written.activations(RESID, **options)

@@ -1,11 +1,7 @@
 """`save_activations` of a model of either class: what is read back, and what is refused."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import datasets
 import numpy
@@ -15,13 +11,11 @@ from comparison import assert_agrees, assert_bit_equal
 from hf_models import padded
 from racing import asynchronous
 from torch.utils.data import DataLoader, TensorDataset
-from transformer_lens import ActivationCache
 from written_by_hand import RESID as WRITTEN
 from written_by_hand import write_by_hand
 
 from tl_devicefix import load_activations, save_activations
 from tl_devicefix.activation_store.format import INDEX
-from tl_devicefix.activation_store.reader import SavedActivations
 
 RESID = "blocks.3.hook_resid_post"
 
@@ -38,7 +32,7 @@ def run(tmp_path):
     return partial(save_activations, directory=tmp_path / "out", progress=False)
 
 
-def cache_of(model: Any, batches: Any, **options: Any) -> ActivationCache:
+def cache_of(model, batches, **options):
     return model.run_with_cache(torch.cat(batches).to(model.cfg.device), **options)[1]
 
 
@@ -67,7 +61,7 @@ def test_saved_activations_equal_a_loops_bit_for_bit(machine, load, batches, run
     assert not [name for name in names if name.startswith(("activations", "pipeline_map"))]
 
 
-METHODS: dict[str, Callable[[ActivationCache], Any]] = {
+METHODS = {
     "decompose_resid": lambda cache: cache.decompose_resid(mode="all", return_labels=True),
     "compute_head_results": lambda c: [c.compute_head_results(), c["result", 3]][1],
     "stack_activation": lambda cache: cache.stack_activation("pattern"),
@@ -155,7 +149,7 @@ def test_loaders_and_datasets_are_batched_and_saved(on_one, batches, tmp_path):
 def test_transform_and_dtype_act_on_the_activations_device(machine, load, batches, run):
     """A dict transforms the names that it has."""
     model = load("llama")
-    n_rows: list[int] = []
+    n_rows = []
     seen = set()
     logits, expected = model.run_with_cache(torch.cat(batches).to(model.cfg.device))
     names = [RESID, "blocks.1.hook_resid_post"]
@@ -216,7 +210,7 @@ def test_a_transform_in_place_is_seen_in_inference_mode(on_one, batches, run):
 
 
 IDS = torch.arange(3, 12)
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook"),
     ({"names_filter": "blocks.*.hook_resid_post"}, "a function such as lambda name"),
     ({"names_filter": []}, "names_filter selects no activation"),
@@ -273,7 +267,7 @@ def test_a_token_mask_without_tokens_is_refused_at_the_end(on_one, run, tmp_path
     assert not load_activations(tmp_path / "out").is_complete
 
 
-READ: list[tuple[Callable[[SavedActivations], Any], str]] = [
+READ = [
     (lambda h: h.cache(0).accumulated_resid(), r"no model: .* saved\.cache\(examples, model\)"),
     (lambda h: h.cache("a"), "only integers, slices"),
     (lambda h: h.cache([0, 99]), "index 99 is out of bounds"),

@@ -1,7 +1,5 @@
 """What ended early is complete as far as it goes, and goes on to the same bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import multiprocessing
@@ -11,9 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -76,10 +72,10 @@ def begun(start, batches, tmp_path):
     return tmp_path / "out"
 
 
-def kill_at(moment: float, job: Callable[[], Any]) -> bool:
+def kill_at(moment, job):
     """Run something in a process of its own, and kill that; say whether it was still running."""
 
-    def run() -> None:
+    def run():
         # The lock of progress bars is one for all processes, and would be lost with this one.
         for cls in tqdm.__mro__:
             if "_lock" in vars(cls):
@@ -133,7 +129,7 @@ def test_only_batches_that_are_not_on_disk_are_run(begun, start, model, tmp_path
     assert files(begun) == files(tmp_path / "whole")
 
 
-OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+OTHER_OPTIONS = {
     r"of \d+ examples already, of .*: repeat that call": {"resume": False},
     r"in \S+ are not .*blocks.3\S* is .* on disk, but not saved in": {"names_filter": NAMES[:1]},
     r"blocks.2\S* is not saved on disk, but float32": {

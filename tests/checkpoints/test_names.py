@@ -1,7 +1,5 @@
 """A checkpoint is loaded by its name on the hub, or from its directory, whatever it is called."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -9,7 +7,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,11 +48,11 @@ def directory(tmp_path, checkpoints, monkeypatch):
     return lambda name: Path(shutil.copytree(checkpoints("qwen2"), tmp_path / name))
 
 
-def load_unprocessed(name: Any, **options: Any) -> HookedTransformer:
+def load_unprocessed(name, **options):
     return HookedTransformer.from_pretrained_no_processing(name, n_devices=2, **options)
 
 
-def assert_embeds_as(model: HookedTransformer, hf_model: Any) -> None:
+def assert_embeds_as(model, hf_model):
     """Without processing, W_E is the checkpoint's own."""
     embedding = hf_model.get_input_embeddings().weight.detach()
     assert torch.equal(model.W_E.detach().cpu(), embedding)
@@ -156,7 +153,7 @@ def test_given_token_reaches_every_download(put, monkeypatch):
     """TransformerLens gives transformers one from HF_TOKEN, and a second is an error."""
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
     put()
-    tokens_of: dict[str, set[str]] = {}
+    tokens_of = {}
     for loader in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
         kind = getattr(transformers, loader)
 
@@ -183,7 +180,7 @@ def test_subfolder_chooses_model_and_tokenizer(hub, hf_models, tokenizer):
 
 
 NOT_CACHED = "couldn't find them in the cached files"
-REFUSED: dict[str, tuple[str, ...]] = {
+REFUSED = {
     "gpt2-smal": ("did you mean", "'gpt2-small'"),
     "xyzzy": ("organisation/model",),
     "someone/unknown": (NOT_CACHED,),
@@ -226,7 +223,7 @@ def modules(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
 
 
-def change_json(file: Path, **changes: Any) -> None:
+def change_json(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 

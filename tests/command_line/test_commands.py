@@ -1,13 +1,5 @@
 """`python -m tl_devicefix demo` and `selfcheck`: what they say, and their exit status."""
 
-from __future__ import annotations
-
-import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from devices import TYPE
@@ -74,7 +66,7 @@ def test_the_selfcheck_distrusts_a_machine_that_computes_wrong(capsys, monkeypat
 class Corrupted(torch.Tensor):
     """A tensor that arrives otherwise than it was sent."""
 
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def cpu(self, *args, **kwargs):
         return super().cpu().as_subclass(torch.Tensor) + (torch.arange(len(self)) == 7)
 
 
@@ -100,23 +92,3 @@ def test_help_and_mistakes_print_usage_and_exit_status(arguments, says, capsys):
     printed = capsys.readouterr()
     assert ended.value.code == (0 if "--" in arguments[:2] else 2)
     assert says in printed.out + printed.err
-
-
-@pytest.mark.once
-def test_a_mistake_is_told_before_anything_large_is_imported():
-    done = subprocess.run(
-        [
-            sys.executable,
-            *["-X", "importtime", "-m", "tl_devicefix", "estimate", "gpt2", "--models"],
-        ],
-        cwd=Path(tl_devicefix.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.endswith("unrecognized arguments: --models\n")
-    imported = set(re.findall(r"\| +(\w+)$", done.stderr, re.MULTILINE))
-    assert "argparse" in imported
-    large = {"torch", "transformer_lens", "transformers", "bitsandbytes", "peft", "datasets"}
-    assert not imported & large

@@ -1,9 +1,6 @@
 """Faults of TransformerLens's own methods are fixed: transformers' numbers come out."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +40,7 @@ def test_bloom_of_six_heads_agrees_with_transformers(tmp_path):
 
 
 def test_config_saved_by_transformers_5_keeps_its_rotary_base(tmp_path):
-    def as_transformers_5_saves(fields: dict[str, Any]) -> dict[str, Any]:
+    def as_transformers_5_saves(fields):
         fields.pop("rope_theta", None)
         return {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 
@@ -84,7 +81,7 @@ def test_texts_of_unequal_length_generate_as_each_alone(checkpoints):
     ]
 
 
-def _assert_right(config: Any, directory: Any, edit: Any = dict) -> None:
+def _assert_right(config, directory, edit=dict):
     """A HookedTransformer of a checkpoint, whose config.json is edited, equals transformers."""
     hf_model = make_hf_model(config, torch.float32)
     hf_model.save_pretrained(directory)

@@ -1,7 +1,5 @@
 """A load that fails or is interrupted, wherever it is, leaves everything as it was before."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import pkgutil
@@ -64,7 +62,7 @@ def state(machine):
 
 
 _WING = "tl_devicefix.hooked_transformer"
-STAGES: dict[str, tuple[str, int]] = {
+STAGES = {
     "the plan": (f"{_WING}.loading.decide_fitting", 1),
     "reading a component": ("tl_devicefix.checkpoints.sources.HuggingFaceSource.read", 4),
     "folding the last slice": (f"{_WING}.processing.process_component", 13),

@@ -1,12 +1,8 @@
 """What is true of every model that is loaded, and loads that are out of the ordinary."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-import textwrap
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from devices import device
 from hf_models import HF_CONFIGS, make_hf_model
 from model_classes import HookedTransformer
 from parameters import in_turn
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformer_lens import HookedTransformerConfig
 from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
@@ -85,24 +80,13 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
 
 
-def test_documented_way_to_save_writes_every_weight(load, machine, tmp_path):
-    model = load("gpt-neo", n_devices=4)  # which has global and local attention in turn
-    docstring = HookedTransformer.from_pretrained.__doc__.splitlines()
-    advice = textwrap.dedent("\n".join(line for line in docstring if "copied" in line))
-    path = tmp_path / "model.safetensors"
-    exec(advice, {"torch": torch, "save_file": save_file, "model": model, "path": path})
-    state_dict, loaded = model.state_dict(), load_file(path)
-    assert set(loaded) == set(state_dict)
-    assert all(torch.equal(loaded[key], state_dict[key].cpu()) for key in loaded)
-
-
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 class WithProbe(HookedTransformer):
     """A subclass that adds a parameter, a module and a buffer."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.scale = nn.Parameter(torch.full((2,), 3.0))
         self.probe = nn.Linear(2, 2)
@@ -151,19 +135,16 @@ def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints, machine)
         assert component.weights == sum(parameter.nbytes for parameter in parameters)
 
 
-@pytest.fixture
-def with_sinks():
-    """A model of a HookedTransformerConfig, whose patterns do not sum to 1."""
-    if "use_attention_sinks" not in HookedTransformerConfig.__dataclass_fields__:
-        pytest.skip("this TransformerLens's HookedTransformer has no attention sinks")
-    return build_toy(attention_only_config(use_attention_sinks=True))
-
-
-def test_value_biases_stay_where_attention_has_sinks(with_sinks, tokens, caplog):
-    before, weights = log_probs(with_sinks, tokens), with_sinks.state_dict()
-    with_sinks.load_and_process_state_dict(weights)
-    assert_agrees(log_probs(with_sinks, tokens), before, tolerance=1e-5)
-    assert with_sinks.blocks[0].attn.b_V.any()
+@pytest.mark.skipif(
+    "use_attention_sinks" not in HookedTransformerConfig.__dataclass_fields__,
+    reason="this TransformerLens's HookedTransformer has no attention sinks",
+)
+def test_value_biases_stay_where_attention_has_sinks(tokens, caplog):
+    model = build_toy(attention_only_config(use_attention_sinks=True))  # no pattern sums to 1
+    before, weights = log_probs(model, tokens), model.state_dict()
+    model.load_and_process_state_dict(weights)
+    assert_agrees(log_probs(model, tokens), before, tolerance=1e-5)
+    assert model.blocks[0].attn.b_V.any()
     assert "fold_value_biases=True does not apply to attention with sinks" in caplog.text
     with pytest.raises(ValueError, match="attention with sinks, where they add no constant"):
-        with_sinks.load_and_process_state_dict(weights, refactor_factored_attn_matrices=True)
+        model.load_and_process_state_dict(weights, refactor_factored_attn_matrices=True)

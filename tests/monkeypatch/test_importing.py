@@ -3,8 +3,6 @@
 A fresh interpreter has to import it, so that tests call functions of this file in one.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect
@@ -16,14 +14,14 @@ from pathlib import Path
 import pytest
 
 
-def hooks_for_all() -> dict[str, dict[object, object]]:
+def hooks_for_all():
     """Return torch's hooks for every module, and for every optimizer."""
     of_torch = [sys.modules[name] for name in ("torch.nn.modules.module", "torch.optim.optimizer")]
     named = [item for module in of_torch for item in vars(module).items()]
     return {k: {**v} for k, v in named if k.startswith("_global") and isinstance(v, dict)}
 
 
-def patch_what_is_imported() -> None:
+def patch_what_is_imported():
     """Patch a TransformerLens that is imported, with models and subclasses that exist."""
     is_hooked = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
     if is_hooked:
@@ -67,16 +65,16 @@ def patch_what_is_imported() -> None:
     assert getattr(Mine, load) == original
 
 
-def import_nothing() -> None:
+def import_nothing():
     """Import the package while it is disabled."""
     import tl_devicefix
 
     assert not {"torch", "transformers", "transformer_lens"} & sys.modules.keys()
     with pytest.raises(AttributeError, match="'save_activation'; did you mean 'save_activations'"):
-        _ = tl_devicefix.save_activation  # type: ignore[attr-defined]
+        _ = tl_devicefix.save_activation
 
 
-def run(*arguments: str, disable: str, path: Path | None = None) -> None:
+def run(*arguments, disable, path=None):
     paths = [str(Path(__file__).parent), *([str(path)] if path else [])]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "TL_DEVICEFIX_DISABLE": disable}

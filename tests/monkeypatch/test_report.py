@@ -1,7 +1,5 @@
 """What `report()` prints of the patches, or of a model's blocks; it returns that for programs."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -18,7 +16,7 @@ if has_hooked_transformer():
     from architectures import build_toy, solu_config
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+def printed(capsys):
     """The rows of the table, without its head."""
     _, _, *lines = capsys.readouterr().out.splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
@@ -106,7 +104,7 @@ def test_report_refuses_an_object_that_is_no_model():
         tl_devicefix.report(torch.nn.Linear(1, 1))
 
 
-def transformers_model() -> torch.nn.Module:
+def transformers_model():
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
     return GPT2LMHeadModel(GPT2Config(**sizes))
 

@@ -1,9 +1,5 @@
 """Devices of several hosts: what they are called, and what a placement over them says."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,7 +16,7 @@ pytestmark = pytest.mark.hooked
 class _Host(Host):
     """A host that nobody asks for more than the memory of its devices, which all have as much."""
 
-    def send(self, *message: Any) -> Any:
+    def send(self, *message):
         assert message[0] == "free_memory"
         return 1 << 30
 

@@ -101,52 +101,6 @@ def test_copies_of_remote_blocks_refuse_local_edits(copied, spread):
         copied(spread("gpt2")).blocks[2].mlp = nn.Identity()
 
 
-def test_hook_on_a_whole_block_may_keep_its_output(alone, spread, tokens):
-    kept = []
-    for model in (alone("llama"), spread("llama")):
-        hook = model.blocks[2].register_forward_hook(lambda *args: kept.append(args[-1]))
-        with torch.no_grad():
-            model(tokens), model(tokens)
-        hook.remove()
-    outputs = [output if isinstance(output, torch.Tensor) else output[0] for output in kept]
-    assert torch.equal(outputs[1], outputs[3])
-
-
-@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
-def test_backward_hooks_on_whole_blocks_get_gradients(kind, alone, spread, tokens):
-    given = []
-    for model in (alone("llama"), spread("llama")):
-        kept = []
-        for block in (model.blocks[layer] for layer in (2, 3, 4)):
-            register = getattr(block, f"register_{kind}_hook")
-            handle = register(lambda module, *gradients, kept=kept: kept.append(gradients[-1][0]))
-            for _ in range(2):  # from the second run on, blocks wait
-                model(tokens, return_type="loss").backward()
-            handle.remove()
-        given.append(kept)
-    torch.testing.assert_close(given[1], given[0], rtol=2e-5, atol=1e-6)
-
-
-def test_hook_or_forward_set_on_a_whole_remote_block_acts(spread, tokens):
-    def doubled(output):
-        return output * 2 if isinstance(output, torch.Tensor) else (output[0] * 2, *output[1:])
-
-    model, given = spread("llama"), []
-    block = model.blocks[2]
-    forward = block.forward
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        hook = block.register_forward_hook(lambda module, args, output: doubled(output))
-        given.append(model(tokens))
-        hook.remove()
-        patch.setitem(vars(block), "forward", lambda *args, **kw: doubled(forward(*args, **kw)))
-        given.append(model(tokens))
-        patch.undo()
-        given.append(model(tokens))
-
-    assert torch.equal(given[0], given[1])
-    assert not torch.equal(given[0], given[2])
-
-
 def a_hook_for_every_module():
     """One that is removed where the context ends."""
     return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)

@@ -12,10 +12,11 @@ import torch
 from hf_models import padded as mask_of
 from torch.utils._pytree import tree_leaves
 
+from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.multihost.worker import settings
 
-POINTS = ["hook_resid_pre", "hook_resid_post", "ln1.hook_scale", "mlp.hook_post"]
-POINTS += ["attn.hook_z", "attn.hook_pattern"]
+POINTS = ["attn.hook_pattern", "attn.hook_z", "ln1.hook_scale", "mlp.hook_post"]
+POINTS += ["hook_resid_pre", "hook_resid_post"]
 
 
 def _scale(x, hook):
@@ -34,14 +35,9 @@ def _loss(model, tokens, names, kept):
     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks)
 
 
-def hooked_everywhere(model, tokens):
-    with torch.no_grad():
-        return model.run_with_hooks(tokens, fwd_hooks=[(lambda name: "blocks." in name, _scale)])
-
-
 def cached_with_hooks(model, tokens):
-    with model.hooks(fwd_hooks=[("blocks.3.attn.hook_z", _scale)]):
-        return [dict(model.run_with_cache(tokens)[1])]
+    with model.hooks(fwd_hooks=[(lambda name: "blocks." in name, _scale)]):
+        return dict(model.run_with_cache(tokens)[1])
 
 
 def padded(model, tokens):
@@ -71,13 +67,16 @@ def with_and_without_results_of_heads(model, tokens):
     return dict(cache), dict(model.run_with_cache(tokens)[1]), model(tokens).detach()
 
 
-def edited(point, by_data, model, tokens):
-    """By hooks that change an activation in place."""
+def edited(by_data, model, tokens):
+    """By hooks that change activations in place: at each point another head or token."""
 
-    def edit(x, hook):
-        (x.data if by_data else x)[:, 1] = 0.25
+    def editing(entry):
+        def edit(x, hook):
+            (x.data if by_data else x)[:, entry] = 0.25
 
-    hooks = [(f"blocks.{layer}.{point}", edit) for layer in (1, 2, 3)]
+        return edit
+
+    hooks = [(f"blocks.{i}.{at}", editing(n)) for i in (1, 2, 3) for n, at in enumerate(POINTS)]
     with contextlib.nullcontext() if by_data else torch.inference_mode():
         return model.run_with_hooks(tokens, fwd_hooks=hooks).detach()
 
@@ -87,13 +86,46 @@ def moved_to_where_it_is(model, tokens):
     return torch.nn.Sequential(model).to(torch.float32)(tokens).detach()
 
 
-RUNS = [
-    *(hooked_everywhere, cached_with_hooks, padded, replaced_at_a_hook_point),
-    *(deep_copied, with_and_without_results_of_heads, moved_to_where_it_is),
-]
+def first_of(output):
+    """Return the residual stream of a block's output, which a Bridge has in a tuple."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def doubled(output):
+    doubled = first_of(output) * 2
+    return doubled if isinstance(output, torch.Tensor) else (doubled, *output[1:])
+
+
+def hooked_as_a_whole(model, tokens):
+    """By torch's hook on a block, which keeps each output."""
+    kept = []
+
+    def double(module, args, output):
+        kept.append(output)
+        return doubled(output)
+
+    hook = model.blocks[2].register_forward_hook(double)
+    with torch.no_grad():
+        logits = model(tokens), model(tokens)
+    hook.remove()
+    return *logits, *map(first_of, kept)
+
+
+def replaced_as_a_whole(model, tokens):
+    block = model.blocks[2]
+    forward = block.forward
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(block), "forward", lambda *args, **kw: doubled(forward(*args, **kw)))
+        replaced = model(tokens)
+        patch.undo()
+        return replaced, model(tokens)
+
+
+RUNS = [cached_with_hooks, padded, replaced_at_a_hook_point, hooked_as_a_whole]
+RUNS += [replaced_as_a_whole, deep_copied, with_and_without_results_of_heads, moved_to_where_it_is]
 EXACT = {run.__name__: run for run in RUNS}
-EXACT |= {f"edited {point}": functools.partial(edited, point, False) for point in POINTS}
-EXACT["edited by data"] = functools.partial(edited, "attn.hook_z", True)
+EXACT["edited"] = functools.partial(edited, False)
+EXACT["edited by data"] = functools.partial(edited, True)
 
 
 @pytest.mark.parametrize("run", EXACT.values(), ids=EXACT)
@@ -149,10 +181,25 @@ def of_weights_at_home(model, tokens):
     return torch.autograd.grad(loss, own, allow_unused=True)
 
 
-GRADIENTS = [
-    *(activations, of_some_activations, of_backward_hooks),
-    *(of_a_steering_vector, of_a_run_with_a_constant, of_weights_at_home),
-]
+def of_whole_blocks(model, tokens):
+    """Given to torch's hooks on blocks: of two runs, as blocks wait from the second on."""
+    kept = []
+
+    def keep(module, *gradients):
+        kept.append(gradients[-1][0])
+
+    blocks = model.blocks[2], model.blocks[3], model.blocks[4]
+    hooks = [block.register_full_backward_hook(keep) for block in blocks]
+    hooks += [block.register_full_backward_pre_hook(keep) for block in blocks]
+    for _ in range(2):
+        model(tokens, return_type="loss").backward()
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+GRADIENTS = [activations, of_some_activations, of_backward_hooks, of_whole_blocks]
+GRADIENTS += [of_a_steering_vector, of_a_run_with_a_constant, of_weights_at_home]
 
 
 @pytest.mark.parametrize("run", GRADIENTS)
@@ -188,3 +235,49 @@ def test_settings_by_torchs_newer_interface_are_sent():
         assert "tf32" in settings()
     finally:
         matmul.fp32_precision = before
+
+
+# Tensors of another host that are not fetched yet
+
+HERE = torch.device("cpu")
+
+
+def remote(values):
+    return RemoteTensor(values.clone, values.shape, values.dtype, HERE)
+
+
+@pytest.mark.once
+def test_tensor_tells_of_gradients_that_its_values_have():
+    values = torch.ones(3, requires_grad=True) * 2
+
+    def output():
+        return RemoteTensor(lambda: values, values.shape, values.dtype, HERE, waits=True)
+
+    assert output().requires_grad
+    assert output()[:2].requires_grad
+    assert not output().detach().requires_grad
+    cached = remote(torch.ones(3))
+    assert not cached.requires_grad
+    assert not cached.is_fetched
+    cached.requires_grad_().sum().backward()
+    assert cached.requires_grad
+    assert cached.grad.equal(torch.ones(3))
+
+
+def flat_after_a_change(tensor, flatten):
+    """Return a flattened tensor, read after the tensor was changed in place."""
+    flat = flatten(tensor)
+    tensor.add_(1)
+    return flat * 1
+
+
+@pytest.mark.once
+def test_unread_view_sees_later_changes_and_a_copy_does_not():
+    values = torch.arange(12.0).reshape(3, 4)
+    for flatten in (
+        lambda tensor: tensor.reshape(12),  # a view
+        lambda tensor: tensor.transpose(0, 1).reshape(12),  # a copy
+        lambda tensor: tensor[:, 1:3].reshape(6),  # a copy
+    ):
+        expected = flat_after_a_change(values.clone(), flatten)
+        assert flat_after_a_change(remote(values), flatten).equal(expected)

@@ -80,12 +80,9 @@ def assert_equal(run, alone, spread, tokens):
         torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
 
 
-GPT2 = pytest.param("gpt2", mapped, marks=pytest.mark.full("Llama's runs are mapped, too"))
-
-
-@pytest.mark.parametrize(("kind", "run"), [*(("llama", run) for run in RUNS), GPT2])
-def test_tools_give_over_hosts_what_one_process_gives(kind, run, alone, spread, tokens):
-    assert_equal(run, alone(kind), spread(kind), tokens)
+@pytest.mark.parametrize("run", RUNS)
+def test_tools_give_over_hosts_what_one_process_gives(run, alone, spread, tokens):
+    assert_equal(run, alone("llama"), spread("llama"), tokens)
 
 
 @pytest.mark.skipif(
@@ -102,14 +99,6 @@ def test_settings_from_before_compatibility_mode_are_sent(checkpoints, host, tok
 
     remote = results(device_map={"": "cpu", "blocks.2": "node-b/cpu"})
     torch.testing.assert_close(remote * 1, results(device="cpu"), rtol=1e-5, atol=1e-6)
-
-
-def test_blocks_of_one_process_are_fused_beside_remote_ones(alone, spread):
-    spread("llama")
-    model = alone("llama")
-    tl_devicefix.fuse_blocks(model)
-    assert set(tl_devicefix.report(model).values()) == {"fused"}
-    tl_devicefix.unfuse_blocks(model)
 
 
 def test_activations_of_remote_blocks_are_saved(alone, spread, tokens, tmp_path):

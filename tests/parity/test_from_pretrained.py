@@ -1,7 +1,5 @@
 """A model loaded over several devices is the model that TransformerLens loads on one."""
 
-from __future__ import annotations
-
 import inspect
 import unittest.mock
 
@@ -121,7 +119,7 @@ def test_model_of_another_size_is_the_same(name, size, to, load, on_one, machine
 
 def test_a_training_checkpoint_is_fetched_by_its_revision(hf_models, tokenizer, on_one, machine):
     reference = on_one("pythia")
-    fetched: list[tuple[str, str]] = []
+    fetched = []
 
     def fetch(name, revision, output_loading_info, **_):
         assert output_loading_info

@@ -1,7 +1,5 @@
 """Processing weights by hand: each method alone, and all of them on a model."""
 
-from __future__ import annotations
-
 import copy
 import random
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 from architectures import NO_PROCESSING, PROCESSING, TOYS
 from comparison import (
-    Weights,
     assert_same_model,
     assert_same_tensors,
     assert_same_weights,
@@ -37,7 +34,13 @@ METHODS = [
     *(("refactor_factored_attn_matrices", {}, name) for name in ("gpt2", "bloom")),
 ]
 """With such models as differ in what a method reads."""
-ONE_BLOCK_AT_A_TIME = ("center_writing_weights", "center_unembed", "fold_value_biases")
+OF_SEVERAL_BLOCKS = ("fold_layer_norm", "refactor_factored_attn_matrices")
+"""Methods that fail unpatched where weights are scattered."""
+
+
+def case(method, options, name):
+    marks = pytest.mark.fails_unpatched if method in OF_SEVERAL_BLOCKS else ()
+    return pytest.param(method, options, name, id=f"{method}-{name}", marks=marks)
 
 
 @pytest.fixture
@@ -59,20 +62,7 @@ def without_weights(on_one):
     return make
 
 
-def for_each(
-    cases: list[tuple[str, dict[str, bool], str]], hold_unpatched: tuple[str, ...] = ()
-) -> pytest.MarkDecorator:
-    """Run a test for methods of HookedTransformer: its name, options, and a model to call it on."""
-    fails = pytest.mark.fails_unpatched
-    cases_with_marks = [
-        pytest.param(*case, id=f"{case[0]}-{case[2]}", marks=() if holds else fails)
-        for case in cases
-        for holds in [case[0] in hold_unpatched]
-    ]
-    return pytest.mark.parametrize(("method", "options", "name"), cases_with_marks)
-
-
-def scattered(state_dict: Weights, devices: list[torch.device]) -> Weights:
+def scattered(state_dict, devices):
     """The weights, each on any of the devices and in any of three dtypes."""
     choose = random.Random(0).choice
     dtypes = [torch.float32, torch.float64, torch.bfloat16]
@@ -82,11 +72,11 @@ def scattered(state_dict: Weights, devices: list[torch.device]) -> Weights:
     }
 
 
-def copied(state_dict: Weights) -> Weights:
+def copied(state_dict):
     return {name: tensor.cpu().clone() for name, tensor in state_dict.items()}
 
 
-@for_each(METHODS, hold_unpatched=ONE_BLOCK_AT_A_TIME)
+@pytest.mark.parametrize(("method", "options", "name"), [case(*row) for row in METHODS])
 def test_method_gives_scattered_weights_what_one_device_gives(
     method, options, name, on_one, without_weights, machine
 ):

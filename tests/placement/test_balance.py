@@ -1,44 +1,39 @@
 """How blocks are shared out: in contiguous ranges, so that the fullest device is least full."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
 from parameters import in_turn
 
 import tl_devicefix
-from tl_devicefix import Placement, plan
+from tl_devicefix import plan
 from tl_devicefix.placement.balance import balanced, fits, shares
 from tl_devicefix.placement.placement import ComponentSize
 
 pytestmark = pytest.mark.hooked
 
 
-def sim(*indices: int) -> list[torch.device]:
+def sim(*indices):
     return [torch.device("sim", index) for index in indices]
 
 
-def block_devices(placement: Placement) -> list[torch.device]:
+def block_devices(placement):
     return [device for name, device in placement.device_map.items() if name.startswith("blocks.")]
 
 
-def blocks_per_device(placement: Placement) -> list[int]:
+def blocks_per_device(placement):
     return [len(list(run)) for _, run in itertools.groupby(block_devices(placement))]
 
 
-def home_block_and_shared_bytes(placement: Placement) -> tuple[int, list[int], int]:
+def home_block_and_shared_bytes(placement):
     """What home has besides blocks, each block's weights, and the buffers that blocks share."""
     blocks = [c for c in placement.components if c.name.startswith("blocks.")]
     home = sum(c.weights + c.buffers for c in placement.components if c not in blocks)
     return home, [block.weights for block in blocks], blocks[0].buffers
 
 
-def how_full(
-    home: int, blocks: Sequence[int], shared: int, counts: Sequence[int], free: Sequence[int]
-) -> list[float]:
+def how_full(home, blocks, shared, counts, free):
     """The relative loads of devices, fullest first, when they hold `counts` blocks each."""
     ends = list(itertools.accumulate(counts))
     loads = [shared + sum(blocks[end - count : end]) for count, end in zip(counts, ends)]
@@ -46,7 +41,7 @@ def how_full(
     return sorted((load / room for load, room in zip(loads, free)), reverse=True)
 
 
-def every_split(n_layers: int, n_devices: int) -> list[list[int]]:
+def every_split(n_layers, n_devices):
     """Every way to deal blocks out in contiguous ranges, none empty, as counts."""
     cuts = itertools.combinations(range(1, n_layers), n_devices - 1)
     return [

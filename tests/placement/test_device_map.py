@@ -1,9 +1,5 @@
 """`device_map` and `max_memory` mean what they mean to accelerate; unknown names are told."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +8,7 @@ from tl_devicefix import dry_run, estimate, plan, simulate
 pytestmark = pytest.mark.hooked
 
 
-def devices(*indices: int) -> tuple[torch.device, ...]:
+def devices(*indices):
     return tuple(torch.device("sim", index) for index in indices)
 
 
@@ -65,7 +61,7 @@ def test_max_memory_bounds_what_a_device_holds(config, machine):
         assert placement.devices == devices(0, 1, 2, 3)
 
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "in another order, with a gap": {2: "1GiB", 0: "1GiB"},
     "with blocks on the host": {1: "300MiB", 2: "300MiB", "cpu": "100GiB"},
 }

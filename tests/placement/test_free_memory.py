@@ -1,7 +1,5 @@
 """What a device is taken to have free, by what torch's module of its type can tell."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -3,11 +3,6 @@
 As on a machine with XPUs, or with both kinds: TransformerLens's default is the CPU, or CUDA.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from model_classes import BRIDGE
@@ -15,8 +10,6 @@ from model_classes import BRIDGE
 from tl_devicefix import simulate
 from tl_devicefix.placement import devices
 from tl_devicefix.placement.devices import default_device
-
-Load = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +22,7 @@ def machine():
         yield machine
 
 
-def where(model: Any) -> list[str]:
+def where(model):
     return [str(device) for device in model.placement.devices]
 
 

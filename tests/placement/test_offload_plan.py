@@ -1,7 +1,5 @@
 """Blocks that do not fit live in host memory: which, and what `plan` says of them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.hooked
 HOST = torch.device("cpu")
 
 
-def sim(index: int) -> torch.device:
+def sim(index):
     return torch.device("sim", index)
 
 
@@ -34,7 +32,7 @@ def room(config):
     return room
 
 
-def offloaded(placement: Placement) -> list[int]:
+def offloaded(placement):
     return [int(c.name.split(".")[1]) for c in placement.components if c.offloaded]
 
 

@@ -1,7 +1,5 @@
 """Loaded models to compare plans with, and the class that a plan assumes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

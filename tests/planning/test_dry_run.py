@@ -1,11 +1,6 @@
 """`dry_run` of a name, a HookedTransformer's or with TransformerLens 4 a Bridge's."""
 
-from __future__ import annotations
-
-import threading
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -14,56 +9,55 @@ from by_name import a_bridge_by_name, layers, peaks_of
 from tl_devicefix import dry_run, simulate, sweep
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
-Job = Callable[[Any], Any]
 TOKENS = torch.arange(18).reshape(2, 9) % 30 + 5
 FOUR_LAYERS = layers(4, "n_layer")  # of gpt2
 LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 
 
-def forward(model: Any) -> Any:
+def forward(model):
     with torch.no_grad():
         return model(TOKENS)
 
 
-def keep_all(model: Any) -> Any:
+def keep_all(model):
     with torch.no_grad():
         return model.run_with_cache(TOKENS)
 
 
-def generate(model: Any) -> None:
+def generate(model):
     model.generate(TOKENS.to(model.cfg.device), max_new_tokens=3, stop_at_eos=False, verbose=False)
 
 
-def backward(model: Any) -> None:
+def backward(model):
     model(TOKENS, return_type="loss").backward()
 
 
-def steer(model: Any) -> Any:
+def steer(model):
     vector = torch.ones(model.cfg.d_model, device=model.cfg.device)
     hook = ("blocks.4.hook_resid_post", lambda activation, hook: activation + vector)
     with torch.no_grad():
         return model.run_with_hooks(TOKENS, fwd_hooks=[hook])
 
 
-def sweep_in_batches(model: Any) -> Any:
+def sweep_in_batches(model):
     runs = [[("blocks.2.hook_resid_pre", lambda activation, hook: activation * 2)]] * 4
     with torch.no_grad():
         return list(sweep(model, TOKENS.to(model.cfg.device), runs, batch_size=4))
 
 
-def analyse(model: Any) -> Any:
+def analyse(model):
     with torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)
         return cache.accumulated_resid(apply_ln=True), cache.stack_head_results(), model.W_Q
 
 
-def fold(bridge: Any) -> Any:
+def fold(bridge):
     """A Bridge's, which is booted before it is folded."""
     bridge.enable_compatibility_mode()
     return forward(bridge)
 
 
-CASES: list[tuple[str, int, Job]] = [
+CASES = [
     ("llama", 1, sweep_in_batches),
     *(("llama", 3, job) for job in (generate, backward, steer)),
 ]
@@ -75,7 +69,7 @@ else:
     CASES += [("gpt2", 3, keep_all), ("mixtral", 2, keep_all)]
 
 
-def n_transfers(transfers: Iterable[Any]) -> int:
+def n_transfers(transfers):
     """How many there are; a Bridge's without those of tokens.
 
     These accelerate takes by way of a device that it takes by chance.
@@ -166,34 +160,6 @@ def test_peak_is_reported_with_the_module_where_it_was():
     assert "_original_component" not in repr(dry)
 
 
-def test_peak_is_reported_with_the_module_of_its_thread():
-    def job(model):
-        inside, may_end = threading.Event(), threading.Event()
-        home = next(model.parameters()).device
-
-        def wait(*_):
-            if threading.current_thread() is thread:
-                inside.set()
-                assert may_end.wait(60)
-
-        def allocate(*_):
-            thread.start()
-            assert inside.wait(60)
-            torch.zeros(2**24, device=home)
-            may_end.set()
-
-        thread = threading.Thread(target=lambda: model.embed(TOKENS.to(home)))
-        model.embed.register_forward_pre_hook(wait)
-        model.blocks[1].register_forward_pre_hook(allocate)
-        with torch.no_grad():
-            model(TOKENS.to(home))
-        thread.join()
-
-    dry = dry_run("gpt2", job, **FOUR_LAYERS)
-    assert dry.runs, dry
-    assert dry.devices[0].module == "blocks.1"
-
-
 @pytest.mark.hooked
 def test_dry_run_warns_of_a_job_above_max_memory():
     weights = dry_run("gpt2", forward, **FOUR_LAYERS).devices[0].weights
@@ -223,7 +189,7 @@ def test_dry_run_swaps_offloaded_blocks_in():
     assert copied == offloaded + TOKENS.nbytes
 
 
-def order(tensor: torch.Tensor) -> list[int]:
+def order(tensor):
     """The dimensions longer than 1, slowest first."""
     dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
     return sorted(dims, key=tensor.stride, reverse=True)
@@ -259,7 +225,7 @@ def test_dry_run_takes_a_subclass_and_a_device_map():
 
 @a_bridge_by_name
 def test_compatibility_mode_takes_little_more_than_the_weights():
-    options: Any = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
+    options = {"dtype": torch.bfloat16, "hf_config_overrides": {"num_hidden_layers": 4}}
     dry = dry_run("EleutherAI/pythia-1.4b", fold, 2, **options)
     assert dry.runs, dry
     largest = max(component.weights for component in dry.placement.components)
@@ -269,7 +235,7 @@ def test_compatibility_mode_takes_little_more_than_the_weights():
 
 @a_bridge_by_name
 def test_dry_run_obeys_n_ctx_and_hf_config_overrides():
-    options: Any = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
+    options = {"n_ctx": 64, "hf_config_overrides": {"num_hidden_layers": 2}}
     dry = dry_run("EleutherAI/pythia-70m", lambda it: (it.cfg.n_ctx, it.cfg.n_layers), **options)
     assert dry.result == (64, 2)
 

@@ -1,9 +1,5 @@
 """`plan` and `estimate` by a name: a HookedTransformer, or with TransformerLens 4 a Bridge."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from by_name import a_bridge_by_name, layers, peaks_of
@@ -51,13 +47,13 @@ def test_a_plan_weighs_the_published_number_of_parameters(name):
 TIED = "gpt2" if has_hooked_transformer() else "llama"
 
 
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 
 
-def run(model: Any, job: Job) -> Any:
+def run(model, job):
     tokens = torch.zeros(job.batch_size, job.seq_len, dtype=torch.long, device=model.cfg.device)
     options = {"names_filter": job.keeps, "return_type": "loss" if job.gradients else "logits"}
     with torch.set_grad_enabled(job.gradients):
@@ -106,7 +102,7 @@ def test_a_converted_bridge_is_loaded_into_cpu_memory():
 def test_estimate_of_fused_blocks_has_no_attention_patterns(tokenizer, tmp_path):
     config = LlamaConfig(**SHAPE, vocab_size=D_VOCAB, max_position_embeddings=2048)
     long_llama = str(save_checkpoint(make_hf_model(config), tokenizer, tmp_path))
-    sizes: dict[str, Any] = {"seq_len": 2048, "gradients": True}
+    sizes = {"seq_len": 2048, "gradients": True}
     with simulate(2) as machine:
         model = load_of()(long_llama, n_devices=2, fuse_blocks=True)
         peaks = peaks_of(machine, lambda: run(model, Job(**sizes)))
@@ -119,10 +115,10 @@ def test_estimate_of_fused_blocks_has_no_attention_patterns(tokenizer, tmp_path)
         assert less.peak - less.weights < 4 * 2048**2 * 4 < more.peak - more.weights
 
 
-def kv_cache(name: str, few: int, many: int, **options: Any) -> int:
+def kv_cache(name, few, many, **options):
     """What more tokens to generate take in four layers."""
 
-    def peak(n_layers: int, new: int) -> int:
+    def peak(n_layers, new):
         options.update(batch_size=16, seq_len=8, max_new_tokens=new, **layers(n_layers))
         return estimate(name, **options).devices[0].peak
 

@@ -1,27 +1,24 @@
 """What `plan` and `estimate` say: where each component is, what a job takes, and what fits."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
 from architectures import TOYS
 from model_classes import HookedTransformer
 
-from tl_devicefix import Estimate, estimate, plan
+from tl_devicefix import estimate, plan
 from tl_devicefix.__main__ import main
 
 pytestmark = pytest.mark.hooked
 
 
-def bytes_of_components(model: HookedTransformer) -> tuple[dict[str, int], dict[str, int]]:
+def bytes_of_components(model):
     """The bytes of parameters and of buffers that each component of a real model has."""
-    weights: dict[str, int] = defaultdict(int)
-    buffers: dict[str, int] = defaultdict(int)
+    weights = defaultdict(int)
+    buffers = defaultdict(int)
     for kind, tensors in ((weights, model.named_parameters()), (buffers, model.named_buffers())):
         for name, tensor in tensors:
             parts = name.split(".")
@@ -90,7 +87,7 @@ def test_gradients_of_offloaded_blocks_are_on_the_host():
 
 
 def test_estimate_advises_the_least_number_of_devices_that_fits():
-    options: dict[str, Any] = {"first_n_layers": 4, "max_memory": "3GiB", "seq_len": 64}
+    options = {"first_n_layers": 4, "max_memory": "3GiB", "seq_len": 64}
     name = "EleutherAI/pythia-6.9b"
     advice = estimate(name, **options).advice
     n_devices = int(re.findall(r"^It would fit on (\d+) devices", advice)[0])
@@ -125,7 +122,7 @@ def test_the_command_fails_if_it_does_not_fit_and_gives_json(capsys):
 
     main([*command, "--n-devices", "2", "--json", "--device-map", '{"": 0, "blocks.3": 1}'])
     result = json.loads(capsys.readouterr().out)
-    expected: Estimate = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, seq_len=8)
+    expected = estimate("gpt2", 2, device_map={"": 0, "blocks.3": 1}, seq_len=8)
     assert result == json.loads(json.dumps(expected.to_dict()))
     assert result["fits"] is True
     assert [item["components"] for item in result["devices"]][1] == "blocks.3"

@@ -1,10 +1,5 @@
 """Arguments that make no sense are refused in a sentence, by each call."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import transformers
 from by_name import CONFIG
@@ -13,19 +8,16 @@ from tl_devicefix import dry_run, estimate, plan
 from tl_devicefix.__main__ import main
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
-Rows = list[tuple[Callable[[], Any], str]]
-"""Calls, and what is said of them."""
 
-
-def estimated(model: Any = "gpt2", **options: Any) -> Any:
+def estimated(model="gpt2", **options):
     return estimate(model, seq_len=8, **options)
 
 
-def dry(model: Any = "gpt2", **options: Any) -> Any:
+def dry(model="gpt2", **options):
     return dry_run(model, id, **options)
 
 
-REFUSED: Rows = [
+REFUSED = [
     (lambda: dry(cls=dict), "cls must be .*, but is"),
     (lambda: estimated(cache="resid_pots"), "'resid_pots', but .* no such hook.* 'resid_post'"),
     (lambda: dry(CONFIG, device_map="cpu"), "^embed, .* would run on the CPU, whose memory"),

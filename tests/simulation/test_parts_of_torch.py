@@ -94,20 +94,6 @@ def test_a_modules_backward_hook_gets_gradients_of_two_devices(machine):
     assert x.grad.tolist() == [6.0, 6.0]
 
 
-def test_a_hook_may_have_any_attributes(machine):
-    class Doubling:
-        def __init__(self):
-            self._hook = lambda gradient: None
-
-        def __call__(self, gradient):
-            return gradient * 2
-
-    x = torch.ones(2, device="sim:0", requires_grad=True)
-    x.register_hook(Doubling())
-    x.sum().backward()
-    assert x.grad.tolist() == [2.0, 2.0]
-
-
 def test_a_hook_that_fails_after_the_simulation_raises():
     x = torch.ones(2, requires_grad=True)
     with tl_devicefix.simulate(2):

@@ -1,9 +1,5 @@
 """Every architecture has the same results fused, or says why its blocks are not."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -42,8 +38,8 @@ NOT_COMPATIBLE = ("FalconH1ForCausalLM", "VaultGemmaForCausalLM")
 """What TransformerLens does not process in these sizes, or at all."""
 
 
-_WITH_HEADS: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 2}
-_SETTINGS: dict[str, dict[str, Any]] = {
+_WITH_HEADS = {"head_dim": 8, "num_key_value_heads": 2}
+_SETTINGS = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "DeepseekV4ForCausalLM": {"n_routed_experts": 8, "head_dim": 128},
     "GPTBigCodeForCausalLM": {"multi_query": True},
@@ -54,8 +50,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 """Settings without which a default config has no twin."""
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 40}
 _SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
-_WITHOUT_TWIN: dict[str, dict[str, Any]] = {
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+_WITHOUT_TWIN = {
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "FalconMambaForCausalLM": {},
     "Gemma4ForCausalLM": {
@@ -82,13 +78,13 @@ _WITHOUT_TWIN: dict[str, dict[str, Any]] = {
 _OF_TEXT = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
 
-def names() -> list[str]:
+def names():
     """The architectures of text that transformers has a class for, by its name."""
     present = set(dir(transformers))  # `hasattr` would import each model's code
     return sorted(name for name in present & {*SUPPORTED_ARCHITECTURES} if name.endswith(_OF_TEXT))
 
 
-def make(name: str) -> Any:
+def make(name):
     """A tiny model of an architecture."""
     kind = getattr(transformers, name)
     if name in _WITHOUT_TWIN:

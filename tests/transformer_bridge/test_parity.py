@@ -1,13 +1,14 @@
 """Over n devices, a Bridge has the weights and gives the results of the unpatched one on a CPU."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 import torch
 from comparison import assert_agrees, assert_bit_equal, assert_same_tensors, on_cpu
 from parameters import in_turn
+from runs_of_users import GREEDY
+from safetensors.torch import load_model, save_model
+from transformers import AutoModelForCausalLM
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -27,8 +28,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("name", "compatible", "n_devices"),
-    in_turn(product(NAMES, [False, True]), SPREADS),
+    ("name", "compatible", "n_devices"), in_turn(product(NAMES, [False, True]), SPREADS)
 )
 def test_spread_bridge_has_the_unpatched_weights_and_results(
     name, n_devices, compatible, machine, load, on_one, tokens
@@ -83,3 +83,60 @@ def test_a_start_that_transformer_lens_ignores_is_told(kind, options, load, on_o
     with pytest.warns(UserWarning, match="ignores start_at_layer in this architecture"):
         actual = bridge(residual.to(bridge.placement.home), start_at_layer=2)
     assert_agrees(actual, expected)
+
+
+GENERATING = {**GREEDY, "max_new_tokens": 6}
+STATE_SPACE = ["mamba", "mamba-2", "bamba", "olmo-hybrid"]
+"""State space models and hybrids, which TransformerLens refuses over several devices."""
+if has_hooked_transformer():
+    STATE_SPACE = ["mamba", "bamba"]
+
+
+def results(bridge, tokens):
+    """What a Bridge gives: with hooks, cached, in gradients, and generating."""
+    edit = ("blocks.3.hook_in", lambda residual, hook: residual * 1.5 + 1)
+    with bridge.hooks(fwd_hooks=[edit]):
+        logits, cache = bridge.run_with_cache(tokens)
+    loss = bridge(tokens, return_type="loss")
+    weights = [weight for weight in bridge.parameters() if weight.requires_grad]
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+    # With transformers 5.23, OLMo-Hybrid's cache is not where TransformerLens looks for it.
+    is_cached = "OlmoHybrid" not in bridge.cfg.architecture
+    generated = bridge.generate(tokens, **GENERATING, use_past_kv_cache=is_cached)
+    return [logits, dict(cache.items()), gradients, generated]
+
+
+@pytest.mark.bridge
+@pytest.mark.fails_unpatched
+@pytest.mark.parametrize("name", STATE_SPACE)
+def test_spread_state_space_model_gives_what_one_device_gives(name, load, on_one, machine, tokens):
+    assert_agrees(results(load(name, n_devices=4), tokens), results(on_one(name), tokens))
+
+
+@pytest.mark.bridge
+def test_generation_with_a_cached_state_equals_without(load, tokens):
+    """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
+    bridge = load("mamba", device="cpu")
+    expected = bridge.generate(tokens, **GENERATING, use_past_kv_cache=False)
+    assert_agrees(bridge.generate(tokens, **GENERATING, use_past_kv_cache=True), expected)
+
+
+@pytest.mark.bridge
+def test_trained_weights_load_in_transformers_and_elsewhere(load, checkpoints, tokens, tmp_path):
+    bridge = load("llama", n_devices=4).requires_grad_()
+    bridge(tokens, return_type="loss").backward()
+    torch.optim.SGD(bridge.parameters(), lr=0.5).step()
+    logits = bridge(tokens).detach().cpu()
+
+    weights = bridge.original_model.state_dict()
+    weights = {name.replace("._original_component", ""): w.cpu() for name, w in weights.items()}
+    hf_model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
+    assert not torch.allclose(hf_model(tokens).logits, logits)
+    assert not hf_model.load_state_dict(weights, strict=False).missing_keys
+    hf_model.save_pretrained(tmp_path)
+    assert_agrees(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, logits)
+
+    save_model(bridge, str(tmp_path / "of_the_bridge"))
+    other = load("llama", device="cpu")
+    load_model(other, str(tmp_path / "of_the_bridge"))
+    assert_agrees(other(tokens), logits)

@@ -1,7 +1,5 @@
 """Compatibility mode: what it folds, within the memory there is, and after errors."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """In this folder, each load is checked on a tiny model of the same config, as for users."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """A Bridge tells if it would not give transformers' numbers, hooked or in compatibility mode."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

@@ -1,7 +1,5 @@
 """A load tells if a HookedTransformer would not give transformers' numbers."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from unittest import mock

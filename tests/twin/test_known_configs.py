@@ -3,8 +3,6 @@
 A new TransformerLens or transformers is judged here, before its users are.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from packaging.version import Version

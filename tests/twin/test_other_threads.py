@@ -1,13 +1,10 @@
 """While a thread loads a model, what other threads make and load is as without this package."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -53,7 +50,7 @@ def test_what_other_threads_make_during_a_load_has_values(
     here, own, wrong, n_made = threading.get_ident(), torch.nn.Module.__init__, set(), 0
     load("llama", device="cpu")  # so that everything is imported
 
-    def init(module: Any, *args: Any, **kwargs: Any) -> None:
+    def init(module, *args, **kwargs):
         nonlocal n_made, wrong
         own(module, *args, **kwargs)
         if threading.get_ident() == here:
@@ -74,7 +71,7 @@ def test_loads_of_live_models_in_three_threads_agree(load, hf_models, on_one, to
     live = [copy.deepcopy(hf_models("llama")) for _ in range(3)]
     filters = list(warnings.filters)
     # What the threads' loads exchange overlaps, so the last to end puts back another's.
-    exchanged: Any = contextlib.nullcontext()
+    exchanged = contextlib.nullcontext()
     if has_hooked_transformer():
         exchanged = configs_without_hub(ALL_ARCHITECTURES["llama"])
     with exchanged, ThreadPoolExecutor(3) as pool:

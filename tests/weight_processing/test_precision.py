@@ -1,7 +1,5 @@
 """Folded weights in 16 bits are the exactly folded ones, rounded once, and they lie as stored."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -35,14 +33,14 @@ def load(hf_models, load):
 # Rounded once
 
 
-def last_place(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def last_place(values, dtype):
     """The distance between neighbours in `dtype` around each of the float64 values."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(values.abs().clamp(min=info.tiny)).exponent - 1
     return torch.ldexp(torch.full_like(values, info.eps, dtype=torch.float64), exponent)
 
 
-def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def rounded(exact, dtype):
     """Float64 values rounded to 16 bits, still in float64.
 
     By hand: torch converts float64 to 16 bits by way of float32, which rounds twice.
@@ -51,14 +49,14 @@ def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.round(exact / unit) * unit
 
 
-def units_off(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def units_off(tensor, exact):
     """How far each entry is from the exact one rounded, in units in the last place."""
     expected, tensor_64 = rounded(exact, tensor.dtype), tensor.double()
     larger = torch.maximum(expected.abs(), tensor_64.abs())
     return (tensor_64 - expected).abs() / last_place(larger, tensor.dtype)
 
 
-def assert_rounded_once(model: HookedTransformer, exact: HookedTransformer) -> None:
+def assert_rounded_once(model, exact):
     """At least 99.9 % of a model's entries are the exact ones rounded, the rest their neighbours.
 
     Folding in float32 leaves an error of some 2**-24, which moves an exact value across the middle

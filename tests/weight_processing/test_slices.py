@@ -1,7 +1,5 @@
 """A component is processed slice by slice, and comes out as if it had been processed whole."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 
