@@ -216,6 +216,8 @@ def report_of(module: nn.Module) -> str:
         return "not fused"
     if not is_enabled():
         return "not fused: TransformerLens is unpatched"
+    if hasattr(class_of(module), "is_remote"):
+        return "fused"
     kind = kind_of(module)
     if kind is None:
         return f"not fused: a {class_of(module).__name__} computes in its own way"
