@@ -21,13 +21,14 @@ import torch
 from jaxtyping import Float, Int
 
 from tl_devicefix.fusing.listening import unsupported_mode
+from tl_devicefix.fusing.one_forward import cached_for_forward
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.devices import has_values
 
 if TYPE_CHECKING:  # TransformerLens 2 has the class under another name
     from transformer_lens import TransformerLensKeyValueCacheEntry as Entry
 
-Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
+Prompts: TypeAlias = "dict[int, tuple[Entry | None, bool]]"
 prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)
 """Within `HookedTransformer.generate`: id of an entry -> (entry, True if its prompt is padded).
 
@@ -79,16 +80,21 @@ def rotated_keys(
 def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
     """Return True if a mask leaves a token out.
 
-    Reading a mask makes the host wait for the device, so `generate` reads only the prompt's.
+    Reading a mask makes the host wait for the device, so it is read once per forward, and only for
+    the prompt within `generate`.
     """
     if padding is None or not has_values(padding):
         return False
-    kept = prompts.get()
-    if entry is None or kept is None:
+    generating = prompts.get()
+    known = {} if entry is None or generating is None else generating
+
+    def read() -> bool:
         return not bool((padding == 1).all())
-    if id(entry) not in kept:
-        kept[id(entry)] = entry, not bool((padding == 1).all())
-    return kept[id(entry)][1]
+
+    if id(entry) not in known:
+        found = cached_for_forward((padding,), "is padded", padding.device, read)
+        known[id(entry)] = entry, found
+    return known[id(entry)][1]
 
 
 def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:

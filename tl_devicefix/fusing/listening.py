@@ -134,11 +134,7 @@ class Listeners:
         return hooked
 
     def refuse_others(self, hooked: frozenset[str]) -> None:
-        """Raise if a hook has put one on a module that is not in `hooked`: it would not be called.
-
-        Args:
-            hooked: what `look` returned when the block began.
-        """
+        """Raise if a module that is not in `hooked` has hooks by now: they would not be called."""
         if not self.look() <= hooked:
             raise RuntimeError(
                 "a hook added a hook to its own block, which is fused and does not call it in this "
