@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from jaxtyping import Float, Int
 
-from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.fusing.one_forward import cached_for_forward
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.placement.devices import has_values
@@ -100,13 +99,12 @@ def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
 def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:
     """Return True if new keys and values can be written in place."""
     # An autograd graph may have saved the tensors that would be written to.
-    if torch.is_grad_enabled() or unsupported_mode() is not None:
+    if torch.is_grad_enabled():
         return False
     if package_of(type(entry).append) != "transformer_lens":  # a user's own
         return False
     return all(
-        past.dim() == 4  # [batch, pos, kv_head, d_head]
-        and (past.shape[0], *past.shape[2:]) == (new.shape[0], *new.shape[2:])
+        (past.shape[0], *past.shape[2:]) == (new.shape[0], *new.shape[2:])  # all but the tokens
         and (past.dtype, past.device) == (new.dtype, new.device)
         for past, new in ((entry.past_keys, new_keys), (entry.past_values, new_values))
     )
@@ -150,8 +148,9 @@ class _Preallocated:
         start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
         new = rotate(self.keys[:, start:], start)  # [batch, new_pos, kv_head, d_head]
         if self._rotated is None:
-            self._rotated = _room(new, self.room)
-        self._rotated.data[:, start:end] = new
+            self._rotated = _with_room(new, self.room)
+        else:
+            self._rotated.data[:, start:end] = new
         self._tables, self._n_rotated = tables, end
         return self._rotated[:, :end]
 
@@ -160,13 +159,9 @@ class _Preallocated:
 
 
 def _with_room(start: Heads, room: int) -> Heads:
-    tensor = _room(start, room)
-    tensor[:, : start.shape[1]] = start
-    return tensor
-
-
-def _room(like: Heads, room: int) -> Heads:
-    batch, _, heads, d_head = like.shape
+    batch, length, heads, d_head = start.shape
     with torch.inference_mode(False):  # inference tensors have no version counter
         # Each head is contiguous in memory: SDPA and the pattern read head by head.
-        return like.new_empty((batch, heads, room, d_head)).transpose(1, 2)
+        tensor = start.new_empty((batch, heads, room, d_head)).transpose(1, 2)
+    tensor[:, :length] = start
+    return tensor

@@ -101,12 +101,6 @@ def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
     )
 
 
-def makes_masks() -> bool:
-    """Return True if transformers' function for eager masks has not been replaced."""
-    makes = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    return makes in (masking_utils.eager_mask, _mask_for_sdpa)  # ours in another Bridge's forward
-
-
 @patches(
     "AttentionMaskInterface",
     takes="self key",

@@ -24,7 +24,7 @@ from tl_devicefix.gathering.caches import CacheAtHome, cache_for
 from tl_devicefix.gathering.gathering import gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.transformer_bridge.attention import CONFIG_OF_SDPA, ThisForward, makes_masks
+from tl_devicefix.transformer_bridge.attention import CONFIG_OF_SDPA, ThisForward
 from tl_devicefix.transformer_bridge.fused import config_of_sdpa, starts_at
 
 _Result = TypeVar("_Result")
@@ -53,7 +53,7 @@ def forward(
     masks = [*named, *(value for value in args[1:] if isinstance(value, torch.Tensor))]
     # A Bridge reads masks of pairs of tokens differently than transformers' layers do.
     is_plain = all(map(_is_of_tokens, masks)) and is_enabled() and unsupported_mode() is None
-    config = config_of_sdpa(self) if is_plain and makes_masks() else None
+    config = config_of_sdpa(self) if is_plain else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
     with one_forward(ThisForward(is_plain, config is not None, is_cache_read)):
         if config is not None:
