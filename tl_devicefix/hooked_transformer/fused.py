@@ -72,7 +72,7 @@ _OUTER_POINTS = frozenset(
 """Hook points of a block that do not count as inside."""
 _KINDS: dict[str, _ParameterNames] = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
 """Prefix of a module's name -> its allowed classes. Others must be in `_NORMS`."""
-_PARAMETER_NAMES: _ParameterNames = {**_NORMS, **_MLPS, **_ATTENTIONS}
+_PARAMETER_NAMES: _ParameterNames = {HookPoint: (), **_NORMS, **_MLPS, **_ATTENTIONS}
 _PATTERN_MODULES = ("attn", "attn.hook_attn_scores", "attn.hook_pattern")
 """Modules whose hooks need a pattern. A torch hook on `attn` runs only if `attn` is called."""
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -154,9 +154,8 @@ class BoundBlock:
         # An MLP of an unlisted class, such as one with experts, is called as a module.
         self.calls_mlp = any(name.startswith("mlp") for name in whys)
         self._why_not = next((whys[name] for name in whys if not name.startswith("mlp")), None)
-        listed = (module for name, module in named if name not in whys)
-        with_names = ((m._parameters, _PARAMETER_NAMES.get(type(m), ())) for m in listed)
-        self._parameters = [(weights, names) for weights, names in with_names if names]
+        listed = [module for name, module in named if name not in whys]
+        self._weights = [(m._parameters, n) for m in listed for n in _PARAMETER_NAMES[type(m)]]
 
     def why_not(self) -> str | None:
         """Return why the block may not run as one function now; None if it may."""
@@ -169,7 +168,7 @@ class BoundBlock:
     def has_usual_weights(self) -> bool:
         """Return True if all parameters have TransformerLens's names and the config's dtype."""
         dtype = self.attributes["cfg"].dtype
-        found = [weights.get(name) for weights, names in self._parameters for name in names]
+        found = [parameters.get(name) for parameters, name in self._weights]
         return all(weight is not None and weight.dtype == dtype for weight in found)
 
 

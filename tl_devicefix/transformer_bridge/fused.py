@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import PretrainedConfig
 
+from tl_devicefix.around import Around
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     reads_masks_of_sdpa,
@@ -94,7 +93,7 @@ class FusedWrapper(Fused):
         return why_replaced((*_classes(GeneralizedComponent), HookPoint))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call `forward` at once if there are no hooks within the wrapper, and none on itself."""
+        """Call `forward` at once if the layer may run, and the wrapper itself has no hooks."""
         if self._runs_layer(args, kwargs) and not any(hooks_of(vars(self))):
             return self.forward(*args, **kwargs)
         return super().__call__(*args, **kwargs)
@@ -116,7 +115,7 @@ class FusedWrapper(Fused):
         if is_block and len(args) + len(kwargs) == 1:
             return False
         bound = bound_of(self)
-        if is_block and now.by_sdpa and bound.shows_mask():
+        if is_block and now.by_sdpa and bound.may_show_mask():
             raise RuntimeError(
                 f"a hook was registered on a module of {self.name} while a forward ran without the "
                 "Bridge's own attention mask: register it before the forward, or call unfuse_blocks"
@@ -161,7 +160,7 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     for block in getattr(bridge, "blocks", ()):
         if isinstance(block, FusedWrapper):
             bound = bound_of(block)
-            if bound.config is None or bound.shows_mask():
+            if bound.config is None or bound.may_show_mask():
                 return None
             config = config or bound.config
         elif not hasattr(class_of(block), "is_remote"):  # a remote block's host reads FACTS
@@ -193,7 +192,7 @@ class BoundWrapper:
     def __init__(self, wrapper: Any) -> None:
         self._attributes, self._config = vars(wrapper), wrapper.config
         self._settings = self._settings_now()
-        modules = list(wrapper.modules())[1:]  # without the wrapper
+        modules = list(wrapper.modules())
         self._harmless = {key for module in modules for key in _relay_hooks(module)}
         names = {wrapper._modules.get(name): name for name in ("hook_in", "hook_out")}
         for module in modules:
@@ -217,11 +216,9 @@ class BoundWrapper:
         """Return True if the layer may run: no hook within it has to be called."""
         return self.why is None and self._listeners.look() <= self._hookable
 
-    def shows_mask(self) -> bool:
-        """Return True if a hook may read or edit the attention mask."""
-        # A block that is not at home has this package's hooks.
-        own = chain.from_iterable(hooks.values() for hooks in hooks_of(self._attributes))
-        return "module" in self._listeners.look() or any(map(is_of_user, own))
+    def may_show_mask(self) -> bool:
+        """Return True if a module has a hook, which may read or edit the attention mask."""
+        return "module" in self._listeners.look()
 
     def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the layer in place of the wrapper, and the hooks on a block's input and output."""
@@ -236,14 +233,15 @@ class BoundWrapper:
         output = self.layer(*args, **kwargs)
         if "hook_out" not in hooked:
             return output
-        as_tuple = block._is_standalone_hidden_state_call(args, kwargs)
-        return block._apply_output_hook(output, force_tuple_for_bare_tensor=as_tuple)
+        return block._apply_output_hook(output)
 
     def _are_harmless(self, hooks: dict[int, Callable[..., object]]) -> bool:
-        """Return True for hooks by which libraries pass values on, or record what nobody reads."""
+        """Return True for hooks that pass values on, carry them, or record what nobody reads."""
         if not hooks.keys() <= self._harmless:
-            # TransformerLens requests attentions in each forward, but nobody reads them.
-            self._harmless |= {key for key, hook in hooks.items() if records(hook)}
+            for key, hook in hooks.items():
+                # TransformerLens requests attentions in each forward, but nobody reads them.
+                if records(hook) or isinstance(getattr(hook, "__self__", None), Around):
+                    self._harmless.add(key)
             # It fills its list of them in the block's first forward.
             handles = self._attributes.get("_capture_hook_handles", ())
             self._harmless |= {handle.id for handle in handles}
