@@ -14,26 +14,16 @@ place, all of them are rotated again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from tl_devicefix.fusing.one_forward import cached_for_forward
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.placement.devices import has_values
 
 if TYPE_CHECKING:  # TransformerLens 2 has the class under another name
     from transformer_lens import TransformerLensKeyValueCacheEntry as Entry
 
-Prompts: TypeAlias = "dict[int, tuple[Entry | None, bool]]"
-prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)
-"""Within `HookedTransformer.generate`: id of an entry -> (entry, True if its prompt is padded).
-
-The entry is kept alive, so that its id is not reused.
-"""
-Padding = Int[torch.Tensor, "batch key_pos"]
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 Rotate = Callable[[Heads, int], Heads]
 _PREALLOCATED = "_tl_devicefix_preallocated"
@@ -74,26 +64,6 @@ def rotated_keys(
     if allocated is None or allocated.keys is not keys or tables is None:
         return rotate(keys, 0)
     return allocated.rotated(tables, rotate)
-
-
-def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
-    """Return True if a mask leaves a token out.
-
-    Reading a mask makes the host wait for the device, so it is read once per forward, and only for
-    the prompt within `generate`.
-    """
-    if padding is None or not has_values(padding):
-        return False
-    generating = prompts.get()
-    known = {} if entry is None or generating is None else generating
-
-    def read() -> bool:
-        return not bool((padding == 1).all())
-
-    if id(entry) not in known:
-        found = cached_for_forward((padding,), "is padded", padding.device, read)
-        known[id(entry)] = entry, found
-    return known[id(entry)][1]
 
 
 def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from packaging.version import Version
 from torch import nn
 from torch.nn.attention import SDPBackend
@@ -37,15 +37,17 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.fusing import kv_cache
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, own_method, why_replaced
-from tl_devicefix.fusing.kv_cache import Heads, Padding
+from tl_devicefix.fusing.kv_cache import Heads
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
 from tl_devicefix.fusing.one_forward import cached_for_forward, state_of
 from tl_devicefix.hooked_transformer.components import POST_NORM
 from tl_devicefix.hooked_transformer.moving import alibi_table
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
+Padding = Int[torch.Tensor, "batch key_pos"]
 Mask = Bool[torch.Tensor, "batch 1 query_pos key_pos"]
 Modules = dict[str, Any]  # by name
 
@@ -342,7 +344,7 @@ def _fused_attention(
     if entry is not None:
         offset = entry.past_keys.size(1)
         k, v = kv_cache.append(entry, k, v)  # [batch, key_pos, kv_head_index, d_head]
-    pads = padding if kv_cache.is_padded(padding, entry) else None
+    pads = padding if _is_padded(padding) else None
     if cfg.positional_embedding_type == "rotary":
 
         def rotate(x: Heads, start: int) -> Heads:
@@ -369,6 +371,20 @@ def _fused_attention(
         z = z.clone() if z.requires_grad else z  # a hook may edit z, but SDPA's backward needs it
     z = point("hook_z", z)  # [batch, pos, head_index, d_head]
     return F.linear(z.to(W_O.dtype).flatten(2), W_O.flatten(0, 1).T, b_O)  # [batch, pos, d_model]
+
+
+def _is_padded(padding: Padding | None) -> bool:
+    """Return True if a mask leaves out a token.
+
+    Reading it makes the host wait for the device, so it is read once per forward.
+    """
+    if padding is None or not has_values(padding):
+        return False
+
+    def read() -> bool:
+        return not bool((padding == 1).all())
+
+    return cached_for_forward((padding,), "is padded", padding.device, read)
 
 
 def _mask(attn: Any, q: Heads, offset: int, pads: Padding | None) -> tuple[Mask | None, bool]:
