@@ -93,34 +93,40 @@ class FusedWrapper(Fused):
         return why_replaced((*_classes(GeneralizedComponent), HookPoint))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call `forward` at once if the layer may run, and the wrapper itself has no hooks."""
-        if self._runs_layer(args, kwargs) and not any(hooks_of(vars(self))):
+        """Call the layer at once if it may run, and the wrapper itself has no hooks."""
+        bound = self._bound_to_run(args, kwargs)
+        if bound is None or any(hooks_of(vars(self))):
+            return super().__call__(*args, **kwargs)
+        if "forward" in vars(self):  # one of this package's, around that of the class
             return self.forward(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        return bound.run(self, args, kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Call transformers' own layer, or TransformerLens's forward if there are hooks inside."""
-        if self._runs_layer(args, kwargs):
-            return bound_of(self).run(self, args, kwargs)
+        bound = self._bound_to_run(args, kwargs)
+        if bound is not None:
+            return bound.run(self, args, kwargs)
         output = super().forward(*args, **kwargs)
         _drop_pattern(self)
         return output
 
-    def _runs_layer(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    def _bound_to_run(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> BoundWrapper | None:
         now, is_block = this_forward(), self.is_list_item
         if not now.is_of_bridge or not is_enabled():
-            return False
+            return None
         # A hook that calls a block gives it nothing but a stream: the block's wrappers make the
         # mask and positions that its layer lacks.
         if is_block and len(args) + len(kwargs) == 1:
-            return False
+            return None
         bound = bound_of(self)
         if is_block and now.by_sdpa and bound.may_show_mask():
             raise RuntimeError(
                 f"a hook was registered on a module of {self.name} while a forward ran without the "
                 "Bridge's own attention mask: register it before the forward, or call unfuse_blocks"
             )
-        return bound.may_run()
+        return bound if bound.may_run() else None
 
 
 def _drop_pattern(block: nn.Module) -> None:
