@@ -255,6 +255,7 @@ def test_a_norm_s_bias_may_have_another_dtype(model_class, fused, tokens):
     norm = model.blocks[1].ln1
     bias = norm.b if model_class == HOOKED else norm.original_component.bias
     bias.data = bias.data.bfloat16()
+    tl_devicefix.fuse_blocks(model)
     assert_either_way(model, lambda model: model(tokens))
 
 

@@ -157,20 +157,6 @@ def test_hook_editing_rotated_keys_acts_as_installed(of, fused, text):
     assert_as_installed(fused("llama"), run)
 
 
-def test_generate_waits_for_the_mask_once(fused, text, monkeypatch):
-    read, times = torch.Tensor.__bool__, []
-    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: times.append(None) or read(x))
-
-    def n_times(max_new_tokens):
-        times.clear()
-        model.generate(text, max_new_tokens, stop_at_eos=False, do_sample=False, verbose=False)
-        return len(times)
-
-    model = fused("llama")
-    model.generate(text, 1, verbose=False)
-    assert 0 < n_times(2) == n_times(6)
-
-
 @torch.no_grad()
 def test_rotated_keys_that_were_cached_stay_when_keys_are_edited(fused, text):
     model = fused("llama")

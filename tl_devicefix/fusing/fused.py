@@ -216,9 +216,9 @@ def report_of(module: nn.Module) -> str:
         return "not fused"
     if not is_enabled():
         return "not fused: TransformerLens is unpatched"
-    kind = kind_of(module)
-    if kind is None:
-        return f"not fused: a {class_of(module).__name__} computes in its own way"
+    if hasattr(class_of(module), "is_remote"):
+        return "fused"
+    kind: Any = kind_of(module)
     why = vars(module)[_WHY_NOT] or kind.why_not(module)
     if why is not None:
         return f"not fused: {why}"

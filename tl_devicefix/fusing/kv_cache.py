@@ -14,26 +14,16 @@ place, all of them are rotated again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from tl_devicefix.fusing.listening import unsupported_mode
 from tl_devicefix.monkeypatch.patch import package_of
-from tl_devicefix.placement.devices import has_values
 
 if TYPE_CHECKING:  # TransformerLens 2 has the class under another name
     from transformer_lens import TransformerLensKeyValueCacheEntry as Entry
 
-Prompts: TypeAlias = "dict[int, tuple[Entry, bool]]"
-prompts: ContextVar[Prompts | None] = ContextVar("tl_devicefix_prompts", default=None)
-"""Within `HookedTransformer.generate`: id of an entry -> (entry, True if its prompt is padded).
-
-The entry is kept alive, so that its id is not reused.
-"""
-Padding = Int[torch.Tensor, "batch key_pos"]
 Heads = Float[torch.Tensor, "batch pos kv_head_index d_head"]
 Rotate = Callable[[Heads, int], Heads]
 _PREALLOCATED = "_tl_devicefix_preallocated"
@@ -76,31 +66,15 @@ def rotated_keys(
     return allocated.rotated(tables, rotate)
 
 
-def is_padded(padding: Padding | None, entry: Entry | None) -> bool:
-    """Return True if a mask leaves a token out.
-
-    Reading a mask makes the host wait for the device, so `generate` reads only the prompt's.
-    """
-    if padding is None or not has_values(padding):
-        return False
-    kept = prompts.get()
-    if entry is None or kept is None:
-        return not bool((padding == 1).all())
-    if id(entry) not in kept:
-        kept[id(entry)] = entry, not bool((padding == 1).all())
-    return kept[id(entry)][1]
-
-
 def _fits(entry: Entry, new_keys: Heads, new_values: Heads) -> bool:
     """Return True if new keys and values can be written in place."""
     # An autograd graph may have saved the tensors that would be written to.
-    if torch.is_grad_enabled() or unsupported_mode() is not None:
+    if torch.is_grad_enabled():
         return False
     if package_of(type(entry).append) != "transformer_lens":  # a user's own
         return False
     return all(
-        past.dim() == 4  # [batch, pos, kv_head, d_head]
-        and (past.shape[0], *past.shape[2:]) == (new.shape[0], *new.shape[2:])
+        (past.shape[0], *past.shape[2:]) == (new.shape[0], *new.shape[2:])  # all but the tokens
         and (past.dtype, past.device) == (new.dtype, new.device)
         for past, new in ((entry.past_keys, new_keys), (entry.past_values, new_values))
     )
@@ -144,8 +118,9 @@ class _Preallocated:
         start, end = 0 if self._rotated is None else self._n_rotated, self.keys.shape[1]
         new = rotate(self.keys[:, start:], start)  # [batch, new_pos, kv_head, d_head]
         if self._rotated is None:
-            self._rotated = _room(new, self.room)
-        self._rotated.data[:, start:end] = new
+            self._rotated = _with_room(new, self.room)
+        else:
+            self._rotated.data[:, start:end] = new
         self._tables, self._n_rotated = tables, end
         return self._rotated[:, :end]
 
@@ -154,13 +129,9 @@ class _Preallocated:
 
 
 def _with_room(start: Heads, room: int) -> Heads:
-    tensor = _room(start, room)
-    tensor[:, : start.shape[1]] = start
-    return tensor
-
-
-def _room(like: Heads, room: int) -> Heads:
-    batch, _, heads, d_head = like.shape
+    batch, length, heads, d_head = start.shape
     with torch.inference_mode(False):  # inference tensors have no version counter
         # Each head is contiguous in memory: SDPA and the pattern read head by head.
-        return like.new_empty((batch, heads, room, d_head)).transpose(1, 2)
+        tensor = start.new_empty((batch, heads, room, d_head)).transpose(1, 2)
+    tensor[:, :length] = start
+    return tensor

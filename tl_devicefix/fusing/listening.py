@@ -134,11 +134,7 @@ class Listeners:
         return hooked
 
     def refuse_others(self, hooked: frozenset[str]) -> None:
-        """Raise if a hook has put one on a module that is not in `hooked`: it would not be called.
-
-        Args:
-            hooked: what `look` returned when the block began.
-        """
+        """Raise if a module that is not in `hooked` has hooks by now: they would not be called."""
         if not self.look() <= hooked:
             raise RuntimeError(
                 "a hook added a hook to its own block, which is fused and does not call it in this "
@@ -167,14 +163,12 @@ class Listeners:
             return -1, self.names, []  # -1: look again, its removal is not seen
         if not any(chain.from_iterable(map(hooks_of, self._attributes))):
             return as_of, frozenset(), []
-        hooked, listened = set(), []
-        for name, attributes in zip(self._each_name, self._attributes, strict=True):
-            if name in hooked:  # the first one stands for all
-                continue
-            if any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes)):
-                listened.append(attributes)
-                hooked.add(name)
-        return as_of, frozenset(hooked), listened
+        named = zip(self._each_name, self._attributes, strict=True)
+        hooked = [(name, of_one) for name, of_one in named if self._has_hooks(of_one)]
+        return as_of, frozenset(name for name, _ in hooked), [of_one for _, of_one in hooked]
+
+    def _has_hooks(self, attributes: dict[str, Any]) -> bool:
+        return any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes))
 
 
 def unsupported_mode() -> str | None:

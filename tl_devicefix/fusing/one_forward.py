@@ -16,13 +16,13 @@ Made = TypeVar("Made")
 _this_forward: ContextVar[dict[object, Any] | None] = ContextVar(
     "tl_devicefix_forward", default=None
 )
-SENT_FACTS = "facts"
-"""The key of facts that other hosts need to run blocks of this forward."""
+FACTS = "facts"
+"""The key of facts that are sent to other hosts, which need them to run blocks of this forward."""
 
 
-def one_forward(*facts: object) -> contextlib.AbstractContextManager[None]:
-    """Return a context with one `forward_cache`, in which `facts` are stored by their classes."""
-    return setting(_this_forward, dict[object, Any](zip(map(type, facts), facts)))
+def one_forward(facts: object = None) -> contextlib.AbstractContextManager[None]:
+    """Return a context with one `forward_cache`, in which `facts` are stored."""
+    return setting(_this_forward, dict[object, Any]({} if facts is None else {FACTS: facts}))
 
 
 def forward_cache() -> dict[object, Any]:

@@ -12,11 +12,9 @@ from transformer_lens import HookedTransformer
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run
 from tl_devicefix.dispatch.views import UnusedHookPoint
-from tl_devicefix.fusing.kv_cache import prompts
 from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.hooked_transformer.moving import placement_by, remember
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.placement.in_use import setting
 
 if TYPE_CHECKING:  # TransformerLens 2 has it elsewhere
     from transformer_lens.utilities import LocallyOverridenDefaults
@@ -45,19 +43,6 @@ def simple_attn_linear(
 ) -> torch.Tensor:
     """Move the input to the weights' device; TransformerLens moves the weights instead."""
     return original(input.to(w.device), w, b)
-
-
-@patches(
-    "HookedTransformer",
-    "generate",
-    takes="self input",
-    why="fused blocks check for padding once",
-    since="3.8",
-)
-def generate(original: Original, self: HookedTransformer, *args: Any, **kwargs: Any) -> object:
-    """Wrap `HookedTransformer.generate`: fused blocks check only the prompt for padding."""
-    with setting(prompts, {}):
-        return original(self, *args, **kwargs)
 
 
 @patches(

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from packaging.version import Version
 from torch import nn
+from torch.nn.attention import SDPBackend
 from transformer_lens import HookedTransformerConfig
 from transformer_lens.components import (
     MLP,
@@ -35,17 +35,20 @@ from transformer_lens.components import (
 )
 from transformer_lens.hook_points import HookPoint
 
-from tl_devicefix.fusing import kv_cache, sdpa
+from tl_devicefix.fusing import kv_cache
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, own_method, why_replaced
-from tl_devicefix.fusing.kv_cache import Heads, Padding
+from tl_devicefix.fusing.kv_cache import Heads
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
 from tl_devicefix.fusing.one_forward import cached_for_forward, state_of
 from tl_devicefix.hooked_transformer.components import POST_NORM
 from tl_devicefix.hooked_transformer.moving import alibi_table
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import installed
+from tl_devicefix.placement.devices import has_values
 
 Residual = Float[torch.Tensor, "batch pos d_model"]
+Padding = Int[torch.Tensor, "batch key_pos"]
+Mask = Bool[torch.Tensor, "batch 1 query_pos key_pos"]
 Modules = dict[str, Any]  # by name
 
 SINCE = Version("3.8.dev0")  # earlier blocks compute differently
@@ -71,7 +74,7 @@ _OUTER_POINTS = frozenset(
 """Hook points of a block that do not count as inside."""
 _KINDS: dict[str, _ParameterNames] = {"hook_": {HookPoint: ()}, "attn": _ATTENTIONS, "mlp": _MLPS}
 """Prefix of a module's name -> its allowed classes. Others must be in `_NORMS`."""
-_PARAMETER_NAMES: _ParameterNames = {**_NORMS, **_MLPS, **_ATTENTIONS}
+_PARAMETER_NAMES: _ParameterNames = {HookPoint: (), **_NORMS, **_MLPS, **_ATTENTIONS}
 _PATTERN_MODULES = ("attn", "attn.hook_attn_scores", "attn.hook_pattern")
 """Modules whose hooks need a pattern. A torch hook on `attn` runs only if `attn` is called."""
 _WHOLE_VECTOR_NORMS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
@@ -130,10 +133,7 @@ class FusedBlock(Fused):
         if not by_sdpa:
             return super().forward(*given)
         block: Any = object.__new__(TransformerBlock)
-        # TransformerLens's block calls whatever is hooked meanwhile, except in the pattern.
-        seen = bound.listeners.names - {"pattern"}
-        refuse_others = functools.partial(bound.listeners.refuse_others, seen)
-        attend = functools.partial(_fused_attention, bound.modules["attn"], refuse_others)
+        attend = functools.partial(_fused_attention, bound.modules["attn"], bound.listeners)
         block.__dict__.update(self.__dict__, _modules={**bound.modules, "attn": attend})
         return TransformerBlock.forward(block, *given)
 
@@ -156,9 +156,8 @@ class BoundBlock:
         # An MLP of an unlisted class, such as one with experts, is called as a module.
         self.calls_mlp = any(name.startswith("mlp") for name in whys)
         self._why_not = next((whys[name] for name in whys if not name.startswith("mlp")), None)
-        listed = (module for name, module in named if name not in whys)
-        with_names = ((m._parameters, _PARAMETER_NAMES.get(type(m), ())) for m in listed)
-        self._parameters = [(weights, names) for weights, names in with_names if names]
+        listed = [module for name, module in named if name not in whys]
+        self._weights = [(m._parameters, n) for m in listed for n in _PARAMETER_NAMES[type(m)]]
 
     def why_not(self) -> str | None:
         """Return why the block may not run as one function now; None if it may."""
@@ -171,7 +170,7 @@ class BoundBlock:
     def has_usual_weights(self) -> bool:
         """Return True if all parameters have TransformerLens's names and the config's dtype."""
         dtype = self.attributes["cfg"].dtype
-        found = [weights.get(name) for weights, names in self._parameters for name in names]
+        found = [parameters.get(name) for parameters, name in self._weights]
         return all(weight is not None and weight.dtype == dtype for weight in found)
 
 
@@ -238,12 +237,7 @@ def _block(
     modules, cfg = bound.modules, bound.attributes["cfg"]
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        if name not in hooked:
-            return x
-        result: torch.Tensor = modules[name](x)
-        if name != "hook_resid_post":  # the last one
-            bound.listeners.refuse_others(hooked)
-        return result
+        return modules[name](x) if name in hooked else x  # type: ignore[no-any-return]
 
     is_post_norm = cfg.original_architecture in POST_NORM
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
@@ -264,19 +258,21 @@ def _block(
         attn_out = _norm(modules["ln1"], attn_out)
     attn_out = point("hook_attn_out", attn_out)  # [batch, pos, d_model]
     resid_mid = resid_pre + attn_out
-    if cfg.attn_only:
-        return point("hook_resid_post", resid_mid)  # [batch, pos, d_model]
-    if not cfg.parallel_attn_mlp:
+    if not (cfg.attn_only or cfg.parallel_attn_mlp):
         resid_mid = point("hook_resid_mid", resid_mid)  # [batch, pos, d_model]
-    x = resid_pre if cfg.parallel_attn_mlp else resid_mid
-    x = x if is_post_norm else _norm(modules["ln2"], x)
-    mlp_out = modules["mlp"](x) if bound.calls_mlp else _mlp(modules["mlp"], x)
-    if cfg.use_normalization_before_and_after:
-        mlp_out = _norm(modules["ln2_post"], mlp_out)
-    if is_post_norm:
-        mlp_out = _norm(modules["ln2"], mlp_out)
-    mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
-    return point("hook_resid_post", resid_mid + mlp_out)  # [batch, pos, d_model]
+    resid_post = resid_mid
+    if not cfg.attn_only:
+        x = resid_pre if cfg.parallel_attn_mlp else resid_mid
+        x = x if is_post_norm else _norm(modules["ln2"], x)
+        mlp_out = modules["mlp"](x) if bound.calls_mlp else _mlp(modules["mlp"], x)
+        if cfg.use_normalization_before_and_after:
+            mlp_out = _norm(modules["ln2_post"], mlp_out)
+        if is_post_norm:
+            mlp_out = _norm(modules["ln2"], mlp_out)
+        resid_post = resid_mid + point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
+    if hooked:
+        bound.listeners.refuse_others(hooked)
+    return point("hook_resid_post", resid_post)  # [batch, pos, d_model]
 
 
 def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -313,7 +309,7 @@ def _project(
 
 def _fused_attention(
     attn: Any,
-    refuse_others: Callable[[], None] | None,
+    listeners: Listeners | None,
     query_input: Residual,
     key_input: Residual,
     value_input: Residual,
@@ -322,19 +318,14 @@ def _fused_attention(
 ) -> Residual:
     """Run attention by SDPA.
 
-    With `refuse_others`, call its hook points, its norms as modules, and this after each point.
+    With the block's `listeners`, call its hook points, and its norms as modules.
     """
     cfg, modules, named = attn.cfg, attn._modules, attn._parameters
     entry, padding = past_kv_cache_entry, attention_mask
-    is_hooked = refuse_others is not None
+    is_hooked = listeners is not None
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        if refuse_others is None:
-            return x
-        result: torch.Tensor = modules[name](x)
-        if name != "hook_z":  # which comes after the pattern
-            refuse_others()
-        return result
+        return modules[name](x) if is_hooked else x  # type: ignore[no-any-return]
 
     W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, b_O = (named[name] for name in _ATTENTIONS[type(attn)])
     q = point("hook_q", _project(query_input, W_Q, b_Q))  # [batch, pos, head_index, d_head]
@@ -353,7 +344,7 @@ def _fused_attention(
     if entry is not None:
         offset = entry.past_keys.size(1)
         k, v = kv_cache.append(entry, k, v)  # [batch, key_pos, kv_head_index, d_head]
-    pads = padding if _is_padded(padding, entry) else None
+    pads = padding if _is_padded(padding) else None
     if cfg.positional_embedding_type == "rotary":
 
         def rotate(x: Heads, start: int) -> Heads:
@@ -373,22 +364,30 @@ def _fused_attention(
         bias = alibi_table(attn, k.shape[1], q.device)[:, -q.shape[1] :, : k.shape[1]]
     mask, is_causal = _mask(attn, q, offset, pads)
     by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, head, pos, d_head]
-    z = sdpa.attend(*by_head, 1 / attn.attn_scale, mask, is_causal, bias).transpose(1, 2)
-    if is_hooked and z.requires_grad:
-        z = z.clone()  # a hook may edit z in place, but SDPA's backward needs it
+    z = _attend(*by_head, 1 / attn.attn_scale, mask, is_causal, bias).transpose(1, 2)
+    if listeners is not None:
+        # TransformerLens's block calls whatever was hooked meanwhile, except in the pattern.
+        listeners.refuse_others(listeners.names - {"pattern"})
+        z = z.clone() if z.requires_grad else z  # a hook may edit z, but SDPA's backward needs it
     z = point("hook_z", z)  # [batch, pos, head_index, d_head]
     return F.linear(z.to(W_O.dtype).flatten(2), W_O.flatten(0, 1).T, b_O)  # [batch, pos, d_model]
 
 
-def _is_padded(padding: Padding | None, entry: kv_cache.Entry | None) -> bool:
-    """Return True if a mask leaves out a token; the mask is read once per forward."""
-    if padding is None:
+def _is_padded(padding: Padding | None) -> bool:
+    """Return True if a mask leaves out a token.
+
+    Reading it makes the host wait for the device, so it is read once per forward.
+    """
+    if padding is None or not has_values(padding):
         return False
-    read = functools.partial(kv_cache.is_padded, padding, entry)
+
+    def read() -> bool:
+        return not bool((padding == 1).all())
+
     return cached_for_forward((padding,), "is padded", padding.device, read)
 
 
-def _mask(attn: Any, q: Heads, offset: int, pads: Padding | None) -> tuple[sdpa.Mask | None, bool]:
+def _mask(attn: Any, q: Heads, offset: int, pads: Padding | None) -> tuple[Mask | None, bool]:
     """Return the mask for SDPA and its `is_causal`: at most one of the two is set."""
     cfg, n = attn.cfg, q.shape[1]
     window = cfg.window_size if attn.attn_type == "local" else None
@@ -398,9 +397,14 @@ def _mask(attn: Any, q: Heads, offset: int, pads: Padding | None) -> tuple[sdpa.
     if pads is None and sees_all and (n == 1 or offset == 0):  # flash kernels take no mask
         return None, n > 1
 
-    def make() -> sdpa.Mask:
-        mask: sdpa.Mask = attn._make_causal_mask(n, n + offset, offset, q.device)
-        return mask if pads is None else sdpa.unmask_empty_rows(mask & pads[:, None, None].bool())
+    def make() -> Mask:
+        mask: Mask = attn._make_causal_mask(n, n + offset, offset, q.device)
+        if pads is None:
+            return mask
+        mask = mask & pads[:, None, None].bool()
+        # Let queries that see no key, which are padding, see all of them. A kernel may return NaN
+        # for these, which spreads to other rows in later blocks: zero times NaN is NaN.
+        return mask | ~mask.any(dim=-1, keepdim=True)
 
     return cached_for_forward((pads,), (n, offset, window), q.device, make), False
 
@@ -421,3 +425,43 @@ def _rotated(attn: Any, x: Heads, start: int, pads: Padding | None) -> Heads:
     rotated = x if dim == x.shape[-1] else x[..., :dim]
     rotated = torch.addcmul(rotated * cos, rotated.roll(dim // 2, -1), signed_sin)
     return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
+
+
+def _attend(
+    q: Float[torch.Tensor, "batch head_index query_pos d_head"],
+    k: Float[torch.Tensor, "batch kv_head_index key_pos d_head"],
+    v: Float[torch.Tensor, "batch kv_head_index key_pos d_head"],
+    scale: float,
+    mask: Mask | None,
+    is_causal: bool,
+    bias: Float[torch.Tensor, "head_index query_pos key_pos"] | None = None,
+) -> Float[torch.Tensor, "batch head_index query_pos d_head"]:
+    """Return the values of each head, mixed as its pattern would mix them.
+
+    Scores are multiplied by `scale`, and then `bias` is added. Without a mask, a query sees all
+    keys, or if `is_causal`, the keys up to its own.
+    """
+    dtype, attn_mask = v.dtype, mask
+    if bias is not None:
+        if is_causal:  # SDPA takes no bias with it
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
+        if dtype.itemsize < 4:
+            q, k, v = q.float(), k.float(), v.float()  # 16 bits are too few for the bias
+        bias = bias.to(v.dtype)[None]  # [1, head_index, query_pos, key_pos]
+        attn_mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
+        is_causal = False
+    if not q.dtype == k.dtype == v.dtype:  # a hook may have changed one
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    groups = q.shape[1] // k.shape[1]
+    enable_gqa = groups > 1
+    if enable_gqa:
+        choose: Any = torch._fused_sdp_choice  # its stub lacks the optional arguments
+        choice = choose(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)
+        # If torch chooses the kernel that builds scores, repeat the keys: another may then run.
+        if choice == SDPBackend.MATH.value:
+            enable_gqa = False
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))  # [batch, head_index, ...]
+    z = F.scaled_dot_product_attention(
+        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )  # [batch, head_index, query_pos, d_head]
+    return z if z.dtype == dtype else z.to(dtype)

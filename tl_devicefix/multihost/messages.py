@@ -121,7 +121,7 @@ class RunRequest:
         leaves: the positions, among x and all arguments, of the tensors that get gradients.
         has_graph: True if gradients are enabled.
         settings: home's values of torch's settings that change results.
-        facts: facts about the model's forward that its blocks need (`SENT_FACTS`).
+        facts: facts about the model's forward that its blocks need (`FACTS`).
     """
 
     run: int

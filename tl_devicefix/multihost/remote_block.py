@@ -32,7 +32,7 @@ from transformers.cache_utils import Cache
 from tl_devicefix.dispatch.mixing import OutsideBlocks, only_looks
 from tl_devicefix.fusing.fused import is_fused
 from tl_devicefix.fusing.listening import RECORDING, hooks_of, records, unsupported_mode
-from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, is_in_forward
+from tl_devicefix.fusing.one_forward import FACTS, forward_cache, is_in_forward
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.multihost.hosts import Host
@@ -341,7 +341,7 @@ def _why_not_now() -> str | None:
     """Return the mode of this process that the worker lacks, such as autocast; None if none."""
     if (why := unsupported_mode()) is not None:
         return why
-    is_of_bridge = SENT_FACTS in forward_cache()  # which asks for attentions itself
+    is_of_bridge = FACTS in forward_cache()  # which asks for attentions itself
     recording = sys.modules.get(RECORDING)
     if recording and recording._active_collector.get() and not is_of_bridge:
         return "transformers was asked for hidden states or attentions"
@@ -518,7 +518,7 @@ class _RemoteRun(RemoteHandle):
             leaves=leaves,
             has_graph=torch.is_grad_enabled(),
             settings=settings(),
-            facts=forward_cache().get(SENT_FACTS),
+            facts=forward_cache().get(FACTS),
         )
         ask = partial(self._replied, "begin", sent(request))
         # Tensors that both sides hold, in the worker's order. If the activation at a tap is one of

@@ -27,7 +27,7 @@ from transformer_lens.hook_points import LensHandle
 
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
-from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
+from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.multihost.checkpoint_files import Files, differences
 from tl_devicefix.multihost.messages import (
     CacheEntry,
@@ -290,8 +290,7 @@ class _PausableRun:
     def _run(self) -> Reply:
         request = self._request
         x = request.x  # [batch, pos, d_model]
-        with torch.set_grad_enabled(request.has_graph), one_forward():
-            forward_cache()[SENT_FACTS] = request.facts
+        with torch.set_grad_enabled(request.has_graph), one_forward(request.facts):
             for number, step in enumerate(request.steps):
                 output = self._run_block(number, step, x)
                 x = output[0] if isinstance(output, tuple) else output

@@ -17,34 +17,33 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformers import masking_utils
 
 from tl_devicefix.fusing.fused import class_of
-from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache
+from tl_devicefix.fusing.one_forward import FACTS, forward_cache
 from tl_devicefix.monkeypatch.patch import patches
 
 _Result = TypeVar("_Result")
 
 
 class ThisForward(NamedTuple):
-    """Facts about the forward in which a block runs.
+    """Facts about the forward in which a block runs; other hosts get them, too.
 
     The defaults are for a forward that is not a Bridge's.
     """
 
     is_of_bridge: bool = False
     """True in a Bridge's forward whose masks are [batch, pos]: layers may run without wrappers."""
-    config_of_sdpa: object = None
-    """The config of blocks that take masks for SDPA; None if masks are for eager attention."""
+    by_sdpa: bool = False
+    """True if blocks take masks for SDPA, False if masks are for eager attention."""
     is_cache_read: bool = True
     """True if `generate` or the user reads the KV cache afterwards."""
 
 
+CONFIG_OF_SDPA = "config of SDPA"
+"""The key in `forward_cache` for the config whose masks transformers makes for SDPA."""
+
+
 def this_forward() -> ThisForward:
     """Return the facts about this thread's forward."""
-    kept = forward_cache()
-    # A worker on another host gets only SENT_FACTS: a config is not sent.
-    if ThisForward not in kept:
-        is_of_bridge, by_sdpa, is_cache_read = kept.get(SENT_FACTS) or (False, False, True)
-        kept[ThisForward] = ThisForward(is_of_bridge, by_sdpa or None, is_cache_read)
-    return kept[ThisForward]  # type: ignore[no-any-return]
+    return forward_cache().get(FACTS) or ThisForward()
 
 
 def _looks_up(attention: nn.Module) -> bool:
@@ -102,12 +101,6 @@ def reads_masks_of_sdpa(wrapper: nn.Module) -> bool:
     )
 
 
-def makes_masks() -> bool:
-    """Return True if transformers' function for eager masks has not been replaced."""
-    makes = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
-    return makes in (masking_utils.eager_mask, _mask_for_sdpa)  # ours in another Bridge's forward
-
-
 @patches(
     "AttentionMaskInterface",
     takes="self key",
@@ -117,14 +110,14 @@ def makes_masks() -> bool:
 def __getitem__(original: Callable[..., Any], self: object, key: str) -> Any:
     makes = original(self, key)
     # Outside such a forward, or if the user replaced the function, nothing changes.
-    if this_forward().config_of_sdpa is None or makes is not masking_utils.eager_mask:
+    if CONFIG_OF_SDPA not in forward_cache() or makes is not masking_utils.eager_mask:
         return makes
     return _mask_for_sdpa
 
 
 def _mask_for_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Make an SDPA mask for the Bridge that is running, and eager ones for other models."""
-    is_of_bridge = kwargs.get("config") is this_forward().config_of_sdpa
+    is_of_bridge = kwargs.get("config") is forward_cache()[CONFIG_OF_SDPA]
     makes = masking_utils.sdpa_mask if is_of_bridge else masking_utils.eager_mask
     return makes(*args, **kwargs)
 

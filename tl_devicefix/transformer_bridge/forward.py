@@ -19,11 +19,11 @@ from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.fusing.listening import unsupported_mode
-from tl_devicefix.fusing.one_forward import SENT_FACTS, forward_cache, one_forward
+from tl_devicefix.fusing.one_forward import forward_cache, one_forward
 from tl_devicefix.gathering import CacheAtHome, cache_for, gathering_device
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.transformer_bridge.attention import ThisForward, makes_masks
+from tl_devicefix.transformer_bridge.attention import CONFIG_OF_SDPA, ThisForward
 from tl_devicefix.transformer_bridge.fused import config_of_sdpa, starts_at
 
 _Result = TypeVar("_Result")
@@ -51,13 +51,12 @@ def forward(
     # Any tensor that is given by position may be a mask, except the first, which is the input.
     masks = [*named, *(value for value in args[1:] if isinstance(value, torch.Tensor))]
     # A Bridge reads masks of pairs of tokens differently than transformers' layers do.
-    is_usual = all(map(_is_of_tokens, masks))
-    is_plain = is_usual and is_enabled() and unsupported_mode() is None
-    config = config_of_sdpa(self) if is_plain and makes_masks() else None
+    is_plain = all(map(_is_of_tokens, masks)) and is_enabled() and unsupported_mode() is None
+    config = config_of_sdpa(self) if is_plain else None
     is_cache_read = _is_cache_read(*args[1:2], **kwargs)
-    with one_forward(ThisForward(is_plain, config, is_cache_read)):
-        # Keep plain values too: they are sent to the workers of other hosts.
-        forward_cache()[SENT_FACTS] = [is_usual, config is not None, is_cache_read]
+    with one_forward(ThisForward(is_plain, config is not None, is_cache_read)):
+        if config is not None:
+            forward_cache()[CONFIG_OF_SDPA] = config
         return running.run_forward(original, self, *args, **kwargs)
 
 

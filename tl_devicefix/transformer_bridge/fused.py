@@ -6,10 +6,8 @@ input and output are called around the layer. If there is any other hook, the Br
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,11 +26,10 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import PretrainedConfig
 
-from tl_devicefix.around import innermost
+from tl_devicefix.around import Around
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
-from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     reads_masks_of_sdpa,
@@ -51,8 +48,9 @@ _FUSED_PARTS = (
     NormalizationBridge,
     RMSNormalizationBridge,
 )
-_BLOCKS = ("BlockBridge", "BloomBlockBridge", "OpaqueBlockBridge")
-"""Classes whose `forward` only hooks the residual stream and calls the layer."""
+_STARTING = ("BlockBridge.forward", "_OptBlockBridge.forward", "_LLaDABlockBridge.forward")
+_RUNNING = (*_STARTING, "BloomBlockBridge.forward", "OpaqueBlockBridge.forward")
+"""Blocks' forwards that only hook the residual stream and call the layer."""
 
 
 class FusedWrapper(Fused):
@@ -71,17 +69,12 @@ class FusedWrapper(Fused):
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
         """See `Fused`."""
-        if hasattr(class_of(module), "is_remote"):
-            return None
         bound = bound_of(module)
-        is_free = bound.may_run(ignore="itself")
-        return bound.why or unsupported_mode() or (None if is_free else "it has hooks")
+        return bound.why or unsupported_mode() or (None if bound.may_run() else "it has hooks")
 
     @classmethod
     def why_pattern(cls, module: nn.Module) -> str | None:
         """See `Fused`."""
-        if hasattr(class_of(module), "is_remote"):
-            return None
         attentions: list[Any] = [
             wrapper.original_component
             for wrapper in filter(is_wrapper, module.modules())
@@ -94,45 +87,46 @@ class FusedWrapper(Fused):
         """See `Fused`."""
         if installed() < SINCE:
             return f"a Bridge of transformer_lens {installed()}, which is older than 4.0"
-        if cls.is_block(module) and not _runs_its_layer(class_of(module)):
+        if cls.is_block(module) and _forward_of(class_of(module)) not in _RUNNING:
             return f"a {class_of(module).__name__} computes in its own way"
         _drop_pattern(module)
         return why_replaced((*_classes(GeneralizedComponent), HookPoint))
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Call the layer, unless there are hooks inside or torch hooks on the wrapper itself."""
-        now = this_forward()
-        if now.is_of_bridge and is_enabled() and not self._is_called_by_hand(args, kwargs):
-            bound = bound_of(self)
-            if now.config_of_sdpa is not None and bound.shows_mask() and self.is_list_item:
-                raise RuntimeError(
-                    f"a hook was registered on a module of {self.name} while a forward ran without "
-                    "the Bridge's own attention mask: register it before the forward, or call "
-                    "unfuse_blocks"
-                )
-            forward = self.__dict__.get("forward")
-            if innermost(forward) is None and bound.may_run():
-                if forward is not None:  # one of this package's, around that of the class
-                    return forward(*args, **kwargs)
-                return bound.run(self, args, kwargs)
-        return super().__call__(*args, **kwargs)
+        """Call the layer at once if it may run, and the wrapper itself has no hooks."""
+        bound = self._bound_to_run(args, kwargs)
+        if bound is None or any(hooks_of(vars(self))):
+            return super().__call__(*args, **kwargs)
+        if "forward" in vars(self):  # one of this package's, around that of the class
+            return self.forward(*args, **kwargs)
+        return bound.run(self, args, kwargs)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Call transformers' own layer, or TransformerLens's forward if there are hooks inside."""
-        # If a user calls a block, its wrappers make the mask and positions that the layer lacks.
-        is_of_bridge = this_forward().is_of_bridge and not self._is_called_by_hand(args, kwargs)
-        if not is_of_bridge or not self.is_list_item or not is_enabled():
-            return super().forward(*args, **kwargs)
-        bound = bound_of(self)
-        if bound.may_run(ignore="itself"):
+        bound = self._bound_to_run(args, kwargs)
+        if bound is not None:
             return bound.run(self, args, kwargs)
         output = super().forward(*args, **kwargs)
         _drop_pattern(self)
         return output
 
-    def _is_called_by_hand(self, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        """Return True for a block that is given nothing but a stream, also in a hook's code."""
-        return len(args) + len(kwargs) == 1 and bool(self.is_list_item)
+    def _bound_to_run(
+        self, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> BoundWrapper | None:
+        now, is_block = this_forward(), self.is_list_item
+        if not now.is_of_bridge or not is_enabled():
+            return None
+        # A hook that calls a block gives it nothing but a stream: the block's wrappers make the
+        # mask and positions that its layer lacks.
+        if is_block and len(args) + len(kwargs) == 1:
+            return None
+        bound = bound_of(self)
+        if is_block and now.by_sdpa and bound.may_show_mask():
+            raise RuntimeError(
+                f"a hook was registered on a module of {self.name} while a forward ran without the "
+                "Bridge's own attention mask: register it before the forward, or call unfuse_blocks"
+            )
+        return bound if bound.may_run() else None
 
 
 def _drop_pattern(block: nn.Module) -> None:
@@ -156,10 +150,9 @@ def _classes(of: type[nn.Module]) -> Iterator[type]:
 
 def bound_of(wrapper: nn.Module) -> BoundWrapper:
     """Return a fused wrapper's `BoundWrapper`; make a new one if a module was replaced."""
-    attributes = wrapper.__dict__
-    bound: BoundWrapper | None = attributes.get(BOUND)
-    if bound is None or not bound.is_current(attributes):
-        bound = attributes[BOUND] = BoundWrapper(wrapper)
+    bound: BoundWrapper | None = wrapper.__dict__.get(BOUND)
+    if bound is None or not bound.is_current():
+        bound = wrapper.__dict__[BOUND] = BoundWrapper(wrapper)
     return bound
 
 
@@ -173,10 +166,10 @@ def config_of_sdpa(bridge: TransformerBridge) -> PretrainedConfig | None:
     for block in getattr(bridge, "blocks", ()):
         if isinstance(block, FusedWrapper):
             bound = bound_of(block)
-            if bound.config is None or bound.shows_mask():
+            if bound.config is None or bound.may_show_mask():
                 return None
             config = config or bound.config
-        elif not hasattr(class_of(block), "is_remote"):  # a remote block's host reads SENT_FACTS
+        elif not hasattr(class_of(block), "is_remote"):  # a remote block's host reads FACTS
             return None
     return config
 
@@ -203,14 +196,13 @@ class BoundWrapper:
     _hookable: frozenset[str] = frozenset()  # hook points that are called around the layer
 
     def __init__(self, wrapper: Any) -> None:
-        self._training, self._attributes = wrapper.training, vars(wrapper)
-        children = wrapper._modules
-        names = {wrapper: "itself"}
-        names |= {children.get(name): name for name in ("hook_in", "hook_out")}
+        self._attributes, self._config = vars(wrapper), wrapper.config
+        self._settings = self._settings_now()
         modules = list(wrapper.modules())
+        self._harmless = {key for module in modules for key in _relay_hooks(module)}
+        names = {wrapper._modules.get(name): name for name in ("hook_in", "hook_out")}
         for module in modules:
             names.setdefault(module, "point" if isinstance(module, HookPoint) else "module")
-        self._harmless = {key for module in modules for key in _relay_hooks(module)}
         named = [(names[module], module) for module in modules]
         self._listeners = Listeners(wrapper, named, self._are_harmless)
         try:
@@ -219,21 +211,20 @@ class BoundWrapper:
         except NotPlain as reason:
             self.why = str(reason)
 
-    def is_current(self, attributes: dict[str, object]) -> bool:
-        """Return True if no module was replaced since, and the training mode is the same."""
-        return self._training is attributes["training"] and self._listeners.is_current()
+    def is_current(self) -> bool:
+        """Return True if no module was replaced since, and the settings are the same."""
+        return self._settings == self._settings_now() and self._listeners.is_current()
 
-    def may_run(self, ignore: str = "") -> bool:
-        """Return True if the layer may run; hooks on `ignore` ("itself": the wrapper) are fine."""
-        return self.why is None and self._listeners.look() - {ignore} <= self._hookable
+    def _settings_now(self) -> tuple[object, ...]:
+        return self._attributes["training"], getattr(self._config, "eps", None)
 
-    def shows_mask(self) -> bool:
-        """Return True if a hook may read or edit the attention mask."""
-        hooked = self._listeners.look()
-        if "itself" in hooked:  # a block that is not at home has this package's hooks
-            own = chain.from_iterable(hooks.values() for hooks in hooks_of(self._attributes))
-            return "module" in hooked or any(map(is_of_user, own))
-        return "module" in hooked
+    def may_run(self) -> bool:
+        """Return True if the layer may run: no hook within it has to be called."""
+        return self.why is None and self._listeners.look() <= self._hookable
+
+    def may_show_mask(self) -> bool:
+        """Return True if a module has a hook, which may read or edit the attention mask."""
+        return "module" in self._listeners.look()
 
     def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the layer in place of the wrapper, and the hooks on a block's input and output."""
@@ -248,14 +239,15 @@ class BoundWrapper:
         output = self.layer(*args, **kwargs)
         if "hook_out" not in hooked:
             return output
-        as_tuple = block._is_standalone_hidden_state_call(args, kwargs)
-        return block._apply_output_hook(output, force_tuple_for_bare_tensor=as_tuple)
+        return block._apply_output_hook(output)
 
     def _are_harmless(self, hooks: dict[int, Callable[..., object]]) -> bool:
-        """Return True for hooks by which libraries pass values on, or record what nobody reads."""
+        """Return True for hooks that pass values on, carry them, or record what nobody reads."""
         if not hooks.keys() <= self._harmless:
-            # TransformerLens requests attentions in each forward, but nobody reads them.
-            self._harmless |= {key for key, hook in hooks.items() if records(hook)}
+            for key, hook in hooks.items():
+                # TransformerLens requests attentions in each forward, but nobody reads them.
+                if records(hook) or isinstance(getattr(hook, "__self__", None), Around):
+                    self._harmless.add(key)
             # It fills its list of them in the block's first forward.
             handles = self._attributes.get("_capture_hook_handles", ())
             self._harmless |= {handle.id for handle in handles}
@@ -283,21 +275,13 @@ class BoundWrapper:
         return frozenset(id(it.original_component) for it in by_sdpa)
 
 
-@functools.cache
-def starts_at(kind: type) -> bool:
+def starts_at(kind: Any) -> bool:
     """Return True if a block's class takes the stream of `start_at_layer`; others ignore it."""
-    return hasattr(kind, "is_remote") or _runs_its_layer(kind, ("BlockBridge",))
+    return hasattr(kind, "is_remote") or _forward_of(kind) in _STARTING
 
 
-def _runs_its_layer(kind: type, blocks: tuple[str, ...] = _BLOCKS) -> bool:
-    """Return True if a class's `forward` is that of one of `blocks`, or reaches it by `super`."""
-    for base in kind.__mro__:
-        run = vars(base).get("forward")
-        if run is not None and base.__name__ in blocks:
-            return True
-        if run is not None and "__class__" not in run.__code__.co_freevars:  # calls no `super()`
-            return False
-    return False
+def _forward_of(kind: Any) -> str:
+    return kind.forward.__qualname__  # type: ignore[no-any-return]
 
 
 def _relay_hooks(point: nn.Module) -> Iterator[int]:
