@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.misspelt import refuse_unknown
-from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import loading_elsewhere
 from tl_devicefix.multihost.remote_block import attach
@@ -60,6 +59,7 @@ _log = logging.getLogger(__name__)
     "max_memory",
 )
 def from_pretrained(
+    original: Callable[..., HookedTransformer],
     cls: type[HookedTransformer],
     *args: object,
     device_map: DeviceMap | None = None,
@@ -111,7 +111,8 @@ def from_pretrained(
     """
     handled = id(sys.exc_info()[1])  # the caller's error, if one is being handled, is left alone
     try:
-        model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, on_mismatch)
+        arguments = bind_arguments(original, cls, *args, **kwargs)
+        model = _load(cls, arguments, device_map, max_memory, on_mismatch)
     except BaseException as error:
         # Its frames would keep the loaded weights alive as long as the error.
         clear_frames(error, but_not=[handled])
@@ -175,10 +176,9 @@ def _load(
     return model
 
 
-def bind_arguments(cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> Options:
+def bind_arguments(installed: Callable[..., Any], *args: object, **kwargs: object) -> Options:
     """Return the arguments by name, with the defaults of the installed `from_pretrained`."""
-    signature = inspect.signature(original(HookedTransformer, "from_pretrained").__func__)
-    bound = signature.bind(cls, *args, **kwargs)
+    bound = inspect.signature(installed).bind(*args, **kwargs)
     passed = set(bound.arguments)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
