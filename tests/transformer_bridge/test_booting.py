@@ -89,8 +89,12 @@ def test_a_map_of_hugging_face_modules_is_honoured(machine, load, on_one, tokens
     expected, expected_cache = on_one("llama").run_with_cache(tokens)
     assert_agrees(logits, expected, home)
     assert_agrees(cache.accumulated_resid(), expected_cache.accumulated_resid(), home)
-    with pytest.raises(ValueError, match=r"'model.layers.3', and '' that contains it"):
-        load("llama", device_map={"": spread["model.norm"], "model.layers.3": 2})
+    nested = load("llama", device_map={"": 1, "model.layers": 2, "model.layers.3": 0})
+    blocks = [nested.placement.device_of(f"blocks.{layer}").index for layer in range(N_LAYERS)]
+    assert blocks == [2, 2, 2, 0, *[2] * (N_LAYERS - 4)]
+    assert nested.placement.home == machine.devices[1]
+    with pytest.raises(ValueError, match=r"'model.layers.3.mlp', a part of blocks.3"):
+        load("llama", device_map={"": 1, "model.layers.3.mlp": 2})
 
 
 def test_a_name_of_no_checkpoint_is_refused_in_one_sentence(machine, tmp_path, monkeypatch):
@@ -213,7 +217,7 @@ def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tok
 
 
 def test_a_misspelt_module_of_transformers_is_refused(checkpoints, machine):
-    says = r"names 'modle', but a LlamaForCausalLM has no such module; did you mean 'model'\?"
+    says = r"names 'modle', but this model has no such component: name one of embed"
     with pytest.raises(ValueError, match=says):
         TransformerBridge.boot_transformers(
             str(checkpoints("llama")), device_map={"modle": 0, "lm_head": 0}
