@@ -21,8 +21,8 @@ from transformer_lens import HookedTransformerConfig
 from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
-from tl_devicefix.checkpoints import files
-from tl_devicefix.checkpoints.checkpoint import load_hf_model
+from tl_devicefix.checkpoints import checkpoint as reading
+from tl_devicefix.hooked_transformer.loading import load_hf_model
 
 pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 
@@ -373,6 +373,6 @@ def test_unusable_config_json_is_refused(write, refused):
 
 def test_a_fault_of_this_package_is_not_called_the_files(write, machine, monkeypatch):
     """It is one if it was raised in code of a module of this package."""
-    monkeypatch.setattr(files, "headers", eval("lambda *_: {}['our fault']", vars(files)))
+    monkeypatch.setattr(reading, "headers", eval("lambda *_: {}['our fault']", vars(reading)))
     with pytest.raises(KeyError, match="our fault"):
         load(write())

@@ -18,12 +18,20 @@ import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import AutoModel, AutoModelForCausalLM
 
-from tl_devicefix.checkpoints.checkpoint import load_hf_model
+from tl_devicefix.checkpoints.checkpoint import (
+    UNREADABLE,
+    check_report,
+    dtypes_as_stored,
+    stored_tensors,
+)
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
     check_model,
     hub_arguments,
+    in_one_line,
+    is_checkpoint_directory,
     read_config,
     tokenizers_fetched_with,
     torch_dtype,
@@ -43,9 +51,9 @@ from tl_devicefix.multihost.loading import loading_elsewhere
 from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
-from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.memory import MaxMemory, is_out_of_memory
 from tl_devicefix.placement.workers import one_load
-from tl_devicefix.tracebacks import clear_frames
+from tl_devicefix.tracebacks import clear_frames, is_own_bug
 from tl_devicefix.twin import OnMismatch, chosen_action, refuse_extra_parts
 from tl_devicefix.weight_processing import Steps
 
@@ -288,3 +296,50 @@ def _open_source(
         hf_kwargs = {**hf_kwargs, "dtype": torch.promote_types(dtype, torch.float32)}
         return StateDictSource(tl_loading.get_pretrained_state_dict(model_name, cfg, **hf_kwargs))
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)
+
+
+def load_hf_model(model_name: str, cfg: HookedTransformerConfig, **kwargs: Any) -> nn.Module:
+    """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
+    is_directory = is_checkpoint_directory(model_name)
+    if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
+        raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
+    if "revision" not in kwargs and cfg.from_checkpoint:
+        kwargs["revision"] = _revision(model_name, cfg)
+    kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
+    # A directory may have a listed name by chance, so it gets no trust_remote_code.
+    listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
+    if listed and model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
+        kwargs.setdefault("trust_remote_code", True)
+    multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
+    auto: Any = AutoModel if multimodal else AutoModelForCausalLM
+    try:
+        with dtypes_as_stored():
+            model, report = auto.from_pretrained(
+                model_name,
+                dtype="auto",
+                output_loading_info=True,
+                # Wrong shapes are reported, and refused below with the rest.
+                ignore_mismatched_sizes=True,
+                **kwargs,
+            )
+    except UNREADABLE as error:
+        if is_out_of_memory(error) or is_own_bug(error):
+            raise
+        stored_tensors(model_name, kwargs)  # raises an error that names a damaged file
+        raise ValueError(
+            f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
+        ) from error
+    check_report(report, model_name, kwargs, model, refuse_unexpected=True)
+    return model.requires_grad_(False)
+
+
+def _revision(model_name: str, cfg: HookedTransformerConfig) -> str:
+    """Return the hub revision of a training checkpoint, by TransformerLens's naming."""
+    if model_name.startswith("stanford-crfm"):
+        return f"checkpoint-{cfg.checkpoint_value}"
+    if model_name.startswith("EleutherAI/pythia"):
+        return f"step{cfg.checkpoint_value}"
+    raise ValueError(
+        f"{model_name} has no training checkpoints that TransformerLens knows of; leave "
+        "checkpoint_index and checkpoint_value out"
+    )

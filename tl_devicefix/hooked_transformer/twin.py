@@ -16,11 +16,7 @@ from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.processing import (
-    complete_unit,
-    load_component,
-    processing_units,
-)
+from tl_devicefix.hooked_transformer.processing import fill_one, processing_units
 from tl_devicefix.monkeypatch.versions import has_bridge
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.twin import NEURONS, OnMismatch, Twin, check_numbers, is_right
@@ -128,7 +124,6 @@ def _hooked(hf_twin: nn.Module, cfg: HookedTransformerConfig, steps: Steps) -> H
     model.placement = placement
     source = HuggingFaceSource(hf_twin, cfg)
     for unit in processing_units(cfg):
-        weights = complete_unit(model, unit, source.read(unit, placement.home))
-        load_component(model, unit, weights, steps)
+        fill_one(model, source, placement, steps, unit)
     place(model, placement)
     return model.eval()

@@ -19,7 +19,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
-from tl_devicefix.checkpoints.files import UNREADABLE, check_report, stored_tensors
+from tl_devicefix.checkpoints.checkpoint import UNREADABLE, check_report, stored_tensors
 from tl_devicefix.checkpoints.hub import (
     check_model,
     is_checkpoint_directory,
