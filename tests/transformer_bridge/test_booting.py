@@ -15,10 +15,8 @@ from comparison import assert_agrees, assert_same_tensors, on_cpu
 from devices import device
 from hf_models import (
     D_VOCAB,
-    HF_CONFIGS,
     N_LAYERS,
     balanced_map,
-    make_hf_model,
     randomize,
     save_checkpoint,
 )
@@ -230,23 +228,6 @@ def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
         TransformerBridge.boot_transformers(str(path), device="cpu")
-
-
-def test_boot_refuses_a_model_that_no_bridge_can_be_of(tokenizer, machine, tmp_path):
-    config = HF_CONFIGS["pythia"]()
-    config.attention_bias = False
-    save_checkpoint(make_hf_model(config), tokenizer, tmp_path)
-    with pytest.raises(ValueError, match=r"cannot make a .* \(assert isinstance\(qkv_bias"):
-        TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
-
-
-def test_an_assertion_of_others_is_not_transformer_lenses(load, monkeypatch):
-    def fails(bridge):
-        raise AssertionError("of somebody else")
-
-    monkeypatch.setattr("tl_devicefix.transformer_bridge.loading._check_components", fails)
-    with pytest.raises(AssertionError, match="of somebody else"):
-        load("llama", device="cpu")
 
 
 @pytest.mark.parametrize(

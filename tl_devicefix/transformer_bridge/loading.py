@@ -7,7 +7,6 @@ import copy
 import inspect
 import itertools
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ from unittest import mock
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
-from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
@@ -33,7 +31,6 @@ from tl_devicefix.fusing import fused
 from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.loading import loading_elsewhere
 from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import decide_fitting
@@ -41,7 +38,6 @@ from tl_devicefix.placement.devices import CPU, resolve, simulated_device
 from tl_devicefix.placement.fitting import Mover, move_components
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
-from tl_devicefix.tracebacks import raised_in
 from tl_devicefix.transformer_bridge.alignment import placement_as_it_lies, settle_bridge
 from tl_devicefix.transformer_bridge.components import (
     adapter_for,
@@ -105,15 +101,6 @@ def boot_transformers(
     extra = _check_parts(options, on_mismatch)
     try:
         bridge = _boot(original, bound)
-        _check_components(bridge)
-    except AssertionError as error:
-        if raised_in(error) != "transformer_lens":  # not TransformerLens's check of a model
-            raise
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(
-            f"TransformerLens {installed()} cannot make a TransformerBridge of "
-            f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
-        ) from error
     except OSError:
         if options.get("hf_model") is None:
             snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if it is absent
@@ -122,16 +109,6 @@ def boot_transformers(
     if fuse_blocks:
         fused.fuse_blocks(bridge)
     return bridge
-
-
-def _check_components(bridge: TransformerBridge) -> None:
-    """Refuse a Bridge that lacks a module: its first forward would fail."""
-    for name, module in bridge.named_modules():
-        if isinstance(module, GeneralizedComponent) and module.original_component is None:
-            raise ValueError(
-                f"a TransformerBridge of a {type(bridge.original_model).__name__} has {name!r}, "
-                f"but this model has no {module.name!r}: use transformers, or a HookedTransformer"
-            )
 
 
 def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str:
