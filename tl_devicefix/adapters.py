@@ -1,6 +1,6 @@
 """The differences between the two model classes: one adapter for each.
 
-An adapter is a module, `hooked_transformer/adapter.py` or `transformer_bridge/adapter.py`.
+An adapter is a package, `hooked_transformer` or `transformer_bridge`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def adapters() -> dict[str, Adapter]:
     # Import them late: the installed TransformerLens may lack one of the classes.
     installed: list[ModuleType] = []
     if has_hooked_transformer():
-        from tl_devicefix.hooked_transformer import adapter as hooked_adapter
+        from tl_devicefix import hooked_transformer
 
-        installed.append(hooked_adapter)
+        installed.append(hooked_transformer)
     if has_bridge():
-        from tl_devicefix.transformer_bridge import adapter as bridge_adapter
+        from tl_devicefix import transformer_bridge
 
-        installed.append(bridge_adapter)
+        installed.append(transformer_bridge)
     return {adapter.name: cast(Adapter, adapter) for adapter in installed}
 
 

@@ -249,7 +249,7 @@ def check_numbers(
     measure: Callable[[], float],
     called: str,
     on_mismatch: OnMismatch | None,
-    advice: Callable[[], str],
+    advice: str,
 ) -> str | None:
     """Check a tiny model, and warn or raise if it differs from transformers.
 
@@ -258,7 +258,7 @@ def check_numbers(
         called: the model, as the message calls it.
         on_mismatch: "warn", "refuse" or "ignore"; None takes the environment variable
             TL_DEVICEFIX_ON_MISMATCH, or "warn".
-        advice: returns what to do about a difference.
+        advice: what to do about a difference.
 
     Returns:
         The warning; None if there was none, or if the tiny model could not be made.
@@ -272,7 +272,7 @@ def check_numbers(
         return None
     message = (
         f"{called} gives other numbers than transformers: log probabilities of a tiny model with "
-        f"its config differ by {difference:.1e} of their spread; {advice()}, or silence this with "
+        f"its config differ by {difference:.1e} of their spread; {advice}, or silence this with "
         "on_mismatch='ignore'"
     )
     warn_or_refuse(message, choice)
@@ -312,12 +312,6 @@ def _measured(measure: Callable[[], float], called: str) -> float | None:
             "%s is not checked on a tiny model: %s: %.200s", called, type(error).__name__, error
         )
         return None
-
-
-def is_right(measure: Callable[[], float]) -> bool:
-    """Return True if a tiny model can be made and agrees with transformers."""
-    difference = _measured(measure, "a changed load")
-    return difference is not None and difference <= LIMIT
 
 
 @contextlib.contextmanager

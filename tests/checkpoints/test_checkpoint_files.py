@@ -16,7 +16,7 @@ from transformer_lens import HookedTransformerConfig
 from transformer_lens import loading_from_pretrained as tl_loading
 
 import tl_devicefix
-from tl_devicefix.checkpoints.checkpoint import load_hf_model
+from tl_devicefix.hooked_transformer.loading import load_hf_model
 
 pytestmark = [pytest.mark.hooked, pytest.mark.usefixtures("hub")]  # so that nothing is fetched
 

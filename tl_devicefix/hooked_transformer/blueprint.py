@@ -28,6 +28,7 @@ from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.loading import applicable_steps, bind_arguments, has_own_format
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
+from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.twin import OnMismatch, chosen_action
@@ -113,7 +114,8 @@ class HookedBlueprint:
         name = official_name(self.name)
         if chosen_action(on_mismatch) == "ignore" or has_own_format(name):
             return
-        arguments = bind_arguments(HookedTransformer, (self.name,), {})
+        installed = original(HookedTransformer, "from_pretrained").__func__
+        arguments = bind_arguments(installed, HookedTransformer, self.name)
         steps = applicable_steps(self._cfg, {**arguments, **self._options})
         trusted = {"trust_remote_code": self._cfg.trust_remote_code}
         hub = hub_arguments(self._options)

@@ -11,19 +11,27 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformer_lens.loading_from_pretrained as tl_loading
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformers import AutoModel, AutoModelForCausalLM
 
-from tl_devicefix.checkpoints.checkpoint import load_hf_model
+from tl_devicefix.checkpoints.checkpoint import (
+    UNREADABLE,
+    check_report,
+    dtypes_as_stored,
+    stored_tensors,
+)
 from tl_devicefix.checkpoints.hub import (
     TOKENIZER_FILES,
     check_model,
     hub_arguments,
+    in_one_line,
+    is_checkpoint_directory,
     read_config,
     tokenizers_fetched_with,
     torch_dtype,
@@ -38,15 +46,14 @@ from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.misspelt import refuse_unknown
-from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import loading_elsewhere
 from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
-from tl_devicefix.placement.memory import MaxMemory
+from tl_devicefix.placement.memory import MaxMemory, is_out_of_memory
 from tl_devicefix.placement.workers import one_load
-from tl_devicefix.tracebacks import clear_frames
+from tl_devicefix.tracebacks import clear_frames, is_own_bug
 from tl_devicefix.twin import OnMismatch, chosen_action, refuse_extra_parts
 from tl_devicefix.weight_processing import Steps
 
@@ -60,6 +67,7 @@ _log = logging.getLogger(__name__)
     "max_memory",
 )
 def from_pretrained(
+    original: Callable[..., HookedTransformer],
     cls: type[HookedTransformer],
     *args: object,
     device_map: DeviceMap | None = None,
@@ -111,7 +119,8 @@ def from_pretrained(
     """
     handled = id(sys.exc_info()[1])  # the caller's error, if one is being handled, is left alone
     try:
-        model = _load(cls, bind_arguments(cls, args, kwargs), device_map, max_memory, on_mismatch)
+        arguments = bind_arguments(original, cls, *args, **kwargs)
+        model = _load(cls, arguments, device_map, max_memory, on_mismatch)
     except BaseException as error:
         # Its frames would keep the loaded weights alive as long as the error.
         clear_frames(error, but_not=[handled])
@@ -175,10 +184,9 @@ def _load(
     return model
 
 
-def bind_arguments(cls: type, args: tuple[object, ...], kwargs: dict[str, object]) -> Options:
+def bind_arguments(installed: Callable[..., Any], *args: object, **kwargs: object) -> Options:
     """Return the arguments by name, with the defaults of the installed `from_pretrained`."""
-    signature = inspect.signature(original(HookedTransformer, "from_pretrained").__func__)
-    bound = signature.bind(cls, *args, **kwargs)
+    bound = inspect.signature(installed).bind(*args, **kwargs)
     passed = set(bound.arguments)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
@@ -288,3 +296,50 @@ def _open_source(
         hf_kwargs = {**hf_kwargs, "dtype": torch.promote_types(dtype, torch.float32)}
         return StateDictSource(tl_loading.get_pretrained_state_dict(model_name, cfg, **hf_kwargs))
     return HuggingFaceSource(load_hf_model(model_name, cfg, **hf_kwargs), cfg)
+
+
+def load_hf_model(model_name: str, cfg: HookedTransformerConfig, **kwargs: Any) -> nn.Module:
+    """Load a checkpoint on the CPU, each tensor in the dtype in which it is stored."""
+    is_directory = is_checkpoint_directory(model_name)
+    if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
+        raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
+    if "revision" not in kwargs and cfg.from_checkpoint:
+        kwargs["revision"] = _revision(model_name, cfg)
+    kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
+    # A directory may have a listed name by chance, so it gets no trust_remote_code.
+    listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
+    if listed and model_name.startswith(tuple(tl_loading.NEED_REMOTE_CODE_MODELS)):
+        kwargs.setdefault("trust_remote_code", True)
+    multimodal = cfg.original_architecture == "Gemma3ForConditionalGeneration"
+    auto: Any = AutoModel if multimodal else AutoModelForCausalLM
+    try:
+        with dtypes_as_stored():
+            model, report = auto.from_pretrained(
+                model_name,
+                dtype="auto",
+                output_loading_info=True,
+                # Wrong shapes are reported, and refused below with the rest.
+                ignore_mismatched_sizes=True,
+                **kwargs,
+            )
+    except UNREADABLE as error:
+        if is_out_of_memory(error) or is_own_bug(error):
+            raise
+        stored_tensors(model_name, kwargs)  # raises an error that names a damaged file
+        raise ValueError(
+            f"transformers cannot read the checkpoint {model_name!r}: {in_one_line(error)}"
+        ) from error
+    check_report(report, model_name, kwargs, model, refuse_unexpected=True)
+    return model.requires_grad_(False)
+
+
+def _revision(model_name: str, cfg: HookedTransformerConfig) -> str:
+    """Return the hub revision of a training checkpoint, by TransformerLens's naming."""
+    if model_name.startswith("stanford-crfm"):
+        return f"checkpoint-{cfg.checkpoint_value}"
+    if model_name.startswith("EleutherAI/pythia"):
+        return f"step{cfg.checkpoint_value}"
+    raise ValueError(
+        f"{model_name} has no training checkpoints that TransformerLens knows of; leave "
+        "checkpoint_index and checkpoint_value out"
+    )

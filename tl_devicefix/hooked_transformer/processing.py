@@ -256,14 +256,15 @@ def fill(model: Any, source: Source, placement: Placement | None, steps: Steps) 
         at_once = min(torch.get_num_threads(), _MAX_CONCURRENT)
         devices = [torch.device("cpu", index % at_once) for index in range(len(units))]
     # Use no closure: an error's traceback would keep it alive, and so the model.
-    fill_one = functools.partial(_fill_one, model, source, placement, steps)
+    one = functools.partial(fill_one, model, source, placement, steps)
     with hf_logging.tqdm(total=len(units), desc="Loading components") as progress:
-        each_on_its_device(fill_one, units, devices, progress.update)
+        each_on_its_device(one, units, devices, progress.update)
 
 
-def _fill_one(
+def fill_one(
     model: HookedTransformer, source: Source, placement: Placement | None, steps: Steps, unit: str
 ) -> None:
+    """Read, process and store one unit's weights."""
     with naming_full_devices(placement, unit):
         weights = source.read(unit, _device_and_storage(model, unit)[0])
         load_component(model, unit, complete_unit(model, unit, weights), steps)

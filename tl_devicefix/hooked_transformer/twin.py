@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,18 +14,11 @@ from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.processing import (
-    complete_unit,
-    load_component,
-    processing_units,
-)
+from tl_devicefix.hooked_transformer.processing import fill_one, processing_units
 from tl_devicefix.monkeypatch.versions import has_bridge
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.twin import NEURONS, OnMismatch, Twin, check_numbers, is_right
+from tl_devicefix.twin import NEURONS, OnMismatch, Twin, check_numbers
 from tl_devicefix.weight_processing import Steps
-
-*_STEPS, _ = Steps.__dataclass_fields__
-"""Arguments of `from_pretrained` that each turn one step off."""
 
 
 def check_hooked_numbers(
@@ -52,24 +43,12 @@ def check_hooked_numbers(
     Raises:
         ValueError: with `on_mismatch="refuse"`, in place of the warning.
     """
-
-    def run(cfg: HookedTransformerConfig = cfg, steps: Steps = steps) -> float:
-        return difference(hf_config, cfg, steps, hf_class)
-
-    def advice() -> str:
-        unfolded = copy.copy(cfg)  # as `from_pretrained(fold_ln=False)` has it: with norms' weights
-        unfolded.normalization_type = (cfg.normalization_type or "").removesuffix("Pre") or None
-        for name in _STEPS:  # any one may be at fault
-            without = replace(steps, **{name: False})
-            of = unfolded if name == "fold_ln" else cfg
-            if (of, without) != (cfg, steps) and is_right(functools.partial(run, of, without)):
-                return f"pass {name}=False"
-        if not has_bridge():
-            return "use a newer TransformerLens"
-        return "load it as a TransformerBridge, which runs transformers' own code"
-
+    other = "a TransformerBridge, which runs transformers' own code"
+    other = other if has_bridge() else "a newer TransformerLens"
     called = f"{cfg.model_name} as a HookedTransformer"
-    return check_numbers(run, called, on_mismatch, advice)
+    advice = f"try from_pretrained_no_processing, or use {other}"
+    measure = functools.partial(difference, hf_config, cfg, steps, hf_class)
+    return check_numbers(measure, called, on_mismatch, advice)
 
 
 def difference(
@@ -128,7 +107,6 @@ def _hooked(hf_twin: nn.Module, cfg: HookedTransformerConfig, steps: Steps) -> H
     model.placement = placement
     source = HuggingFaceSource(hf_twin, cfg)
     for unit in processing_units(cfg):
-        weights = complete_unit(model, unit, source.read(unit, placement.home))
-        load_component(model, unit, weights, steps)
+        fill_one(model, source, placement, steps, unit)
     place(model, placement)
     return model.eval()

@@ -42,17 +42,12 @@ _applied: Sequence[Patch] = ()
 
 def apply_patches(table: Sequence[Patch]) -> None:
     """Apply a table, unless it is applied already."""
+    global _applied, _functions, _is_enabled, _replaced
     if is_enabled():
         return
-    remove_patches()  # finish a removal that was interrupted
+    remove_patches()  # finish a call that was interrupted
     for patch in table:
         check_target(patch)
-    _apply_table(table)
-
-
-def _apply_table(table: Sequence[Patch]) -> None:
-    """Apply a table that was checked and is not applied yet."""
-    global _applied, _functions, _is_enabled, _replaced
     replacements: list[_Replacement] = []
     functions: dict[_Function, Any] = {}
     for patch in table:  # prepare all before setting any: a target may be wrong
@@ -112,9 +107,8 @@ def disabled() -> Iterator[None]:
     try:
         yield
     finally:
-        if were_enabled and not is_enabled():
-            remove_patches()  # an interrupted `apply_patches` may have left some
-            _apply_table(_applied)
+        if were_enabled:
+            apply_patches(_applied)
 
 
 def is_enabled() -> bool:
@@ -131,15 +125,14 @@ def original(cls: type, name: str) -> Any:
 @cache  # applying again has to assign the same object
 def _like_installed(installed: Any, replacement: _Function) -> object:
     """Return the replacement as a property, classmethod or function, like the installed one."""
-    if isinstance(installed, classmethod):
-        return _classmethod_like(installed.__func__, replacement)
+    is_property = isinstance(installed, property)
+    function = installed.fget if is_property else getattr(installed, "__func__", installed)
     if next(iter(inspect.signature(replacement).parameters), None) == "original":
-        is_property = isinstance(installed, property)
-        function = installed.fget if is_property else getattr(installed, "__func__", installed)
         replacement = _around(function, replacement)
-    if isinstance(installed, property):
+    if is_property:
         return property(replacement, doc=installed.__doc__)
-    return staticmethod(replacement) if isinstance(installed, staticmethod) else replacement
+    is_bound = isinstance(installed, classmethod | staticmethod)
+    return type(installed)(replacement) if is_bound else replacement
 
 
 def _around(original: _Function, replacement: _Function) -> _Function:
@@ -156,26 +149,14 @@ def _around(original: _Function, replacement: _Function) -> _Function:
             return original(*args, **kwargs)
         return call(original, *args, **kwargs)
 
+    ours = inspect.signature(replacement).parameters.values()
+    added = [parameter for parameter in ours if parameter.kind is parameter.KEYWORD_ONLY]
+    if added:  # help() shows the installed signature with these, and both docstrings
+        parameters = [*inspect.signature(original).parameters.values(), *added]
+        parameters.sort(key=lambda parameter: parameter.kind)  # `**hf_kwargs` comes last
+        method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        method.__doc__ = f"{replacement.__doc__}\n\n{original.__doc__}"
     return method
-
-
-def _classmethod_like(target: _Function, replacement: _Function) -> object:
-    new = [
-        parameter
-        for parameter in inspect.signature(replacement).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    # New parameters come before the last, which is `**hf_kwargs`.
-    *parameters, hf_kwargs = inspect.signature(target).parameters.values()
-
-    def method(cls: type, *args: object, **kwargs: object) -> object:
-        return replacement(cls, *args, **kwargs)
-
-    # help() shows the installed signature with the new arguments, and both docstrings.
-    method.__name__, method.__qualname__ = target.__name__, target.__qualname__
-    method.__doc__ = f"{replacement.__doc__}\n\n{target.__doc__ or ''}"
-    method.__signature__ = inspect.Signature([*parameters, *new, hf_kwargs])  # type: ignore[attr-defined]
-    return classmethod(method)
 
 
 @contextlib.contextmanager

@@ -28,8 +28,7 @@ class Patch:
     replacement: Callable[..., Any]
     """The function that takes its place.
 
-    If its first parameter is `original`, it gets the installed function before the arguments. A
-    module function's replacement always has it. A classmethod's gets the class instead.
+    If its first parameter is `original`, it gets the installed function before the arguments.
     """
     parameters: tuple[str, ...]
     """Parameters that the installed target must have, in this order, for the patch to be right."""

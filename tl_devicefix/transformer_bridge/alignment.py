@@ -24,7 +24,6 @@ from tl_devicefix.gathering import home_of
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.placement.devices import CPU, parameter_bytes, resolve_to_move, with_index
-from tl_devicefix.placement.fitting import move_components
 from tl_devicefix.placement.in_use import use
 from tl_devicefix.placement.placement import PlacedComponent, Placement, placement_of
 from tl_devicefix.transformer_bridge.components import bridge_components
@@ -111,20 +110,6 @@ def _apply(
     """Convert the weights, unless some are on other hosts."""
     refuse_to_convert(self, fn)
     return nn.Module._apply(self, fn, recurse)
-
-
-def place_bridge(bridge: TransformerBridge, placement: Placement) -> None:
-    """Move each component to its planned device, and the rest home; make the Bridge run there.
-
-    Args:
-        bridge: the Bridge, without accelerate's hooks.
-        placement: the plan; of offloaded blocks, only the buffers move to the device.
-    """
-    hf_model = bridge.original_model
-    # With a map, TransformerLens and transformers assume that accelerate offloads the model.
-    vars(hf_model).pop("hf_device_map", None)
-    move_components(bridge, placement, rest=hf_model)
-    settle_bridge(bridge, placement)
 
 
 def placement_as_it_lies(bridge: TransformerBridge) -> Placement | None:

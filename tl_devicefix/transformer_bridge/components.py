@@ -66,6 +66,25 @@ class Layout:
             names = names[:-1]
         return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
 
+    def in_components(self, device_map: Any, hf_model: nn.Module) -> Any:
+        """Return a user's `device_map` with components in place of transformers' modules."""
+        if not isinstance(device_map, Mapping):
+            return device_map
+        modules = dict(hf_model.named_modules())
+        named: dict[str, Any] = {}
+        for name in sorted(device_map, key=lambda name: len(str(name))):  # the longest decides
+            if not name or name not in modules:  # a component, or a mistake that the plan refuses
+                named[name] = device_map[name]
+                continue
+            inside = [c for c, path in self.paths.items() if f"{path}.".startswith(f"{name}.")]
+            if not inside and (whole := self.component_of(name)) != REST:
+                raise ValueError(
+                    f"device_map names {name!r}, a part of {whole}, but components are not split: "
+                    f"name {self.paths[whole]!r}"
+                )
+            named |= dict.fromkeys(inside, device_map[name])
+        return named
+
     def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
         """Convert a placement to accelerate's `device_map`, in which no path contains another."""
         placed = {path: str(placement.device_of(name)) for name, path in self.paths.items()}

@@ -7,20 +7,17 @@ import copy
 import inspect
 import itertools
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
-from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PreTrainedModel, modeling_utils
 
-from tl_devicefix.checkpoints.files import UNREADABLE, check_report, stored_tensors
+from tl_devicefix.checkpoints.checkpoint import UNREADABLE, check_report, stored_tensors
 from tl_devicefix.checkpoints.hub import (
     check_model,
     is_checkpoint_directory,
@@ -31,25 +28,17 @@ from tl_devicefix.checkpoints.hub import (
     torch_dtype,
 )
 from tl_devicefix.fusing import fused
-from tl_devicefix.misspelt import did_you_mean, refuse_unknown
+from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
-from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.multihost.hosts import joined_hosts
 from tl_devicefix.multihost.loading import loading_elsewhere
 from tl_devicefix.multihost.remote_block import attach
 from tl_devicefix.placement.deciding import decide_fitting
-from tl_devicefix.placement.devices import resolve, simulated_device
-from tl_devicefix.placement.elsewhere import is_elsewhere
-from tl_devicefix.placement.fitting import Mover
+from tl_devicefix.placement.devices import CPU, resolve, simulated_device
+from tl_devicefix.placement.fitting import Mover, move_components
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.placement.workers import one_load
-from tl_devicefix.tracebacks import raised_in
-from tl_devicefix.transformer_bridge.alignment import (
-    place_bridge,
-    placement_as_it_lies,
-    settle_bridge,
-)
+from tl_devicefix.transformer_bridge.alignment import placement_as_it_lies, settle_bridge
 from tl_devicefix.transformer_bridge.components import (
     adapter_for,
     empty_hf_model,
@@ -112,15 +101,6 @@ def boot_transformers(
     extra = _check_parts(options, on_mismatch)
     try:
         bridge = _boot(original, bound)
-        _check_components(bridge)
-    except AssertionError as error:
-        if raised_in(error) != "transformer_lens":  # not TransformerLens's check of a model
-            raise
-        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-        raise ValueError(
-            f"TransformerLens {installed()} cannot make a TransformerBridge of "
-            f"{options['model_name']!r} ({reason}): use transformers, or a HookedTransformer"
-        ) from error
     except OSError:
         if options.get("hf_model") is None:
             snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if it is absent
@@ -129,16 +109,6 @@ def boot_transformers(
     if fuse_blocks:
         fused.fuse_blocks(bridge)
     return bridge
-
-
-def _check_components(bridge: TransformerBridge) -> None:
-    """Refuse a Bridge that lacks a module: its first forward would fail."""
-    for name, module in bridge.named_modules():
-        if isinstance(module, GeneralizedComponent) and module.original_component is None:
-            raise ValueError(
-                f"a TransformerBridge of a {type(bridge.original_model).__name__} has {name!r}, "
-                f"but this model has no {module.name!r}: use transformers, or a HookedTransformer"
-            )
 
 
 def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str:
@@ -209,25 +179,22 @@ def _boot_checkpoint(
             # works here, since each block's state stays on its device.
             for ours in ("device", "device_map", "n_devices", "max_memory"):
                 arguments.pop(ours, None)
-            device_map = options.get("device_map")
-            devices = device_map.values() if isinstance(device_map, Mapping) else ()
-            # A worker has joined no hosts, but its map names devices of other hosts.
-            if joined_hosts() or any(
-                isinstance(d, torch.device) and is_elsewhere(d) for d in devices
-            ):
-                stack.enter_context(_without_all_values())
         elif options.get("device") is None:
             arguments["device"] = simulated_device()
         else:
             resolve(options["device"])  # its error is clearer than TransformerLens's
         bridge = boot(**arguments)
-    if planned.placement is None:
+    placement = planned.placement
+    if placement is None:
         settle_bridge(bridge, placement_as_it_lies(bridge))
         return bridge
-    if planned.offloads or planned.is_on_hosts:
-        place_bridge(bridge, planned.placement.local_part)
-    else:
-        settle_bridge(bridge, planned.placement)
+    hf_model: Any = bridge.original_model
+    if placement.here is not placement or CPU in placement.memories:
+        # With a map, TransformerLens and transformers assume that accelerate offloads the model.
+        vars(hf_model).pop("hf_device_map", None)
+    placement = placement.local_part
+    move_components(bridge, placement, rest=hf_model)
+    settle_bridge(bridge, placement)
     attach(bridge, planned.remotes)
     return bridge
 
@@ -246,56 +213,40 @@ class _PlannedClass:
     ) -> None:
         self._options, self._elsewhere, self._booting = options, elsewhere, booting
         n_devices, *limits = (options.get(n) for n in ("n_devices", "device_map", "max_memory"))
-        # `True` is not one device, although it equals 1: the plan refuses it.
-        is_one = n_devices in (None, 1) and n_devices is not True
-        self.spreads = not is_one or limits != [None, None]
+        self.spreads = n_devices not in (None, 1) or limits != [None, None]
         self.placement: Placement | None = None
         self.remotes: dict[str, Any] = {}
         """The models of blocks on other hosts."""
 
-    @property
-    def is_on_hosts(self) -> bool:
-        """True if some blocks are on other hosts; their weights have no values here."""
-        return self.placement is not None and self.placement.here is not self.placement
-
-    @property
-    def offloads(self) -> bool:
-        """True if blocks are offloaded."""
-        return self.placement is not None and any(c.offloaded for c in self.placement.components)
-
     def from_pretrained(self, model_name: object, **kwargs: Any) -> PreTrainedModel:
         """Load the model onto its planned devices."""
-        adapter = adapter_for(kwargs["config"], str(model_name), kwargs["torch_dtype"])
+        name = str(model_name)
+        adapter = adapter_for(kwargs["config"], name, kwargs["torch_dtype"])
         real = self._options.get("model_class") or hf_model_class(adapter)
         if isinstance(real, type) and issubclass(real, PreTrainedModel):
             kwargs.pop("code_revision", None)  # only the Auto classes take it
-        if self.spreads:
-            kwargs["device_map"], self.placement = self._plan(real, adapter, kwargs)
-        if self.offloads:
+        if not self.spreads:
+            return self._load(real, name, kwargs)
+        self.placement, kwargs["device_map"] = placement, _ = self._plan(real, adapter, kwargs)
+        if any(component.offloaded for component in placement.components):
             # transformers would leave offloaded weights without values, and the Bridge reads them:
-            # load all to the CPU; `place_bridge` then moves those that are not offloaded.
+            # load all to the CPU, and move those that are not offloaded later.
             kwargs["device_map"] = {"": "cpu"}
-        if self._options.get("max_memory") is not None and self.placement is None:
-            kwargs["max_memory"] = self._options["max_memory"]
-        if not self.is_on_hosts:
-            hf_model = self._load(real, str(model_name), kwargs)
-        else:
-            assert self.placement is not None
-            options = {name: value for name, value in self._options.items() if name != "model_name"}
-            options["on_mismatch"] = "ignore"
-            load = "transformer_lens.model_bridge:TransformerBridge.boot_transformers"
-            hub = {name: options[name] for name in ("revision",) if name in options}
-            placement = self.placement.local_part
-            loading = loading_elsewhere(placement, load, str(model_name), options, **hub)
-            self.remotes = self._elsewhere.enter_context(loading)
-            # accelerate's dispatch expects weights for all blocks.
-            with replaced_in_thread(modeling_utils, "accelerate_dispatch", lambda *_, **__: None):
-                hf_model = self._load(real, str(model_name), kwargs)
-        if self.placement is not None and not self.offloads and not self.is_on_hosts:
-            _bring_root_home(hf_model, self.placement.home)
-        if self.spreads:  # TransformerLens would move it to one device
-            as_it_is = mock.patch.object(hf_model, "to", return_value=hf_model)
-            self._booting.enter_context(as_it_is)
+        options = {key: value for key, value in self._options.items() if key != "model_name"}
+        options["on_mismatch"] = "ignore"
+        load = "transformer_lens.model_bridge:TransformerBridge.boot_transformers"
+        hub = {key: options[key] for key in ("revision",) if key in options}
+        loading = loading_elsewhere(placement.local_part, load, name, options, **hub)
+        self.remotes = self._elsewhere.enter_context(loading)
+        if placement.here is not placement:
+            self._booting.enter_context(_without_all_values())
+        hf_model = self._load(real, name, kwargs)
+        # accelerate picks the device of the outermost module's own tensors, such as BART's
+        # `final_logits_bias`, by the hashes of the devices' names.
+        for tensor in (*hf_model._parameters, *hf_model._buffers):
+            Mover().move(hf_model, tensor, placement.home)
+        # TransformerLens would move it to one device.
+        self._booting.enter_context(mock.patch.object(hf_model, "to", return_value=hf_model))
         return hf_model
 
     def _load(self, real: type[Any], name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -312,83 +263,34 @@ class _PlannedClass:
 
     def _plan(
         self, real: type[Any], adapter: ArchitectureAdapter, kwargs: Mapping[str, Any]
-    ) -> tuple[object, Placement | None]:
-        """Return transformers' `device_map`, and our plan; None if the user gave such a map."""
-        options, device_map = self._options, self._options.get("device_map")
+    ) -> tuple[Placement, dict[str, str]]:
+        """Return the placement, and transformers' `device_map` for it."""
+        options = self._options
         trusted = {name: kwargs[name] for name in ("trust_remote_code",) if name in kwargs}
         empty = empty_hf_model(real, kwargs["config"], kwargs["torch_dtype"], **trusted)
-        if _is_for_transformers(device_map, empty):
-            _check_names(device_map, empty)
-            return _with_names_of_devices(device_map), None
         layout = layout_of(empty, adapter)
         placement = decide_fitting(
             layout.sizes(empty),
             options.get("n_devices"),
             options.get("device"),
-            device_map,
+            layout.in_components(options.get("device_map"), empty),
             options.get("max_memory"),
         )
-        return layout.device_map(empty, placement), placement
+        return placement, layout.device_map(empty, placement)
 
 
 @contextlib.contextmanager
 def _without_all_values() -> Iterator[None]:
-    """Let TransformerLens wrap weights without values, within a `with` block.
-
-    Wrapping splits fused matrices, and its check would refuse those of blocks on other hosts.
-    """
-    check = "require_readable_weight"
+    """Accept weights without values, those of blocks on other hosts, within a `with` block."""
     with contextlib.ExitStack() as stack:
+        # accelerate's dispatch expects weights for all blocks.
+        dispatch = modeling_utils, "accelerate_dispatch"
+        stack.enter_context(replaced_in_thread(*dispatch, lambda *_, **__: None))
+        # TransformerLens splits fused matrices, and checks their values before.
+        check = "require_readable_weight"
         for name, module in dict(sys.modules).items():
             is_own = name.startswith("transformer_lens.") and not name.endswith("quantization")
             if is_own and hasattr(module, check):
                 as_it_is = replaced_in_thread(module, check, lambda _, weight, *__, **___: weight)
                 stack.enter_context(as_it_is)
         yield
-
-
-def _check_names(device_map: object, hf_model: nn.Module) -> None:
-    """Refuse names that a transformers model lacks: accelerate ignores them."""
-    names = {name for name, _ in (*hf_model.named_modules(), *hf_model.named_parameters())}
-    names |= {name for name, _ in hf_model.named_buffers()}
-    for name in device_map if isinstance(device_map, Mapping) else ():
-        if name not in names:
-            raise ValueError(
-                f"device_map names {name!r}, but a {type(hf_model).__name__} has no such module"
-                f"{did_you_mean(name, names)}"
-            )
-
-
-def _is_for_transformers(device_map: object, hf_model: nn.Module) -> bool:
-    """Return True if a map names modules of the Hugging Face model, or is "balanced_low_0"."""
-    if not isinstance(device_map, Mapping):
-        return isinstance(device_map, str) and device_map.startswith("balanced_")
-    return any(name in device_map for name, _ in hf_model.named_modules() if name)
-
-
-def _with_names_of_devices(device_map: object) -> object:
-    """Replace indices by device names: TransformerLens would read an index as CUDA's."""
-    if not isinstance(device_map, Mapping):
-        return device_map
-    for outer, inner in itertools.permutations(device_map, 2):
-        # Otherwise the rest of the outer module would land on a hash-dependent device.
-        if not outer or inner.startswith(f"{outer}."):
-            raise ValueError(
-                f"device_map names {inner!r}, and {outer!r} that contains it: among "
-                "transformers' names, none may contain another; or name the Bridge's components, "
-                "as in {'': 0, 'blocks.3': 1}"
-            )
-    return {
-        name: str(resolve(device)) if isinstance(device, int) else device
-        for name, device in device_map.items()
-    }
-
-
-def _bring_root_home(hf_model: nn.Module, home: torch.device) -> None:
-    """Move the outermost module's own tensors home, such as BART's `final_logits_bias`.
-
-    accelerate picks their device by the hashes of the devices' names.
-    """
-    mover = Mover()
-    for name in (*hf_model._parameters, *hf_model._buffers):
-        mover.move(hf_model, name, home)

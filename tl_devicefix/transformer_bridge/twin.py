@@ -48,7 +48,7 @@ def check_bridge_numbers(
     called += "" if compatibility is None else " in compatibility mode"
     advice = "compare what you need with transformers"
     measure = functools.partial(difference, hf_config, name, compatibility)
-    return check_numbers(measure, called, on_mismatch, lambda: advice)
+    return check_numbers(measure, called, on_mismatch, advice)
 
 
 def difference(
