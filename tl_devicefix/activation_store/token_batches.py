@@ -43,7 +43,11 @@ class TokenBatches(Iterator[torch.Tensor]):
         stored: the activation.
         group_bytes: the size of a group, of which three are in memory.
         by_token: True if stored examples are `[pos, ...]`: then a row of a batch is a token.
-        batch_size, shuffle, seed, device, epochs: as in `SavedActivations.activations`.
+        batch_size: the number of rows in a batch.
+        shuffle: False for the order on disk.
+        seed: the seed of the order.
+        device: the device of the batches; by default the CPU.
+        epochs: the number of passes over all rows; None for endless batches.
 
     Raises:
         ValueError: for a number below 1, or an unavailable device.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import PretrainedConfig
 
-from tl_devicefix.around import Around
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
 from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
 from tl_devicefix.monkeypatch.applying import is_enabled
+from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.transformer_bridge.attention import (
     reads_masks_of_sdpa,
@@ -198,7 +199,7 @@ class BoundWrapper:
     def __init__(self, wrapper: Any) -> None:
         self._attributes, self._config = vars(wrapper), wrapper.config
         self._settings = self._settings_now()
-        modules = list(wrapper.modules())
+        modules = list(wrapper.modules())[1:]  # without the wrapper
         self._harmless = {key for module in modules for key in _relay_hooks(module)}
         names = {wrapper._modules.get(name): name for name in ("hook_in", "hook_out")}
         for module in modules:
@@ -223,8 +224,10 @@ class BoundWrapper:
         return self.why is None and self._listeners.look() <= self._hookable
 
     def may_show_mask(self) -> bool:
-        """Return True if a module has a hook, which may read or edit the attention mask."""
-        return "module" in self._listeners.look()
+        """Return True if a hook may read or edit the attention mask."""
+        # `dry_run` and blocks that are not at home have this package's hooks.
+        own = chain.from_iterable(hooks.values() for hooks in hooks_of(self._attributes))
+        return "module" in self._listeners.look() or any(map(is_of_user, own))
 
     def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Call the layer in place of the wrapper, and the hooks on a block's input and output."""
@@ -242,12 +245,10 @@ class BoundWrapper:
         return block._apply_output_hook(output)
 
     def _are_harmless(self, hooks: dict[int, Callable[..., object]]) -> bool:
-        """Return True for hooks that pass values on, carry them, or record what nobody reads."""
+        """Return True for hooks by which libraries pass values on, or record what nobody reads."""
         if not hooks.keys() <= self._harmless:
-            for key, hook in hooks.items():
-                # TransformerLens requests attentions in each forward, but nobody reads them.
-                if records(hook) or isinstance(getattr(hook, "__self__", None), Around):
-                    self._harmless.add(key)
+            # TransformerLens requests attentions in each forward, but nobody reads them.
+            self._harmless |= {key for key, hook in hooks.items() if records(hook)}
             # It fills its list of them in the block's first forward.
             handles = self._attributes.get("_capture_hook_handles", ())
             self._harmless |= {handle.id for handle in handles}
