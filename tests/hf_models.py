@@ -116,6 +116,7 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **GROUPED, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=4
     ),
     "mamba": lambda: transformers.MambaConfig(**_RECURRENT, time_step_rank=2),
+    "falcon-mamba": lambda: transformers.FalconMambaConfig(**_RECURRENT, time_step_rank=2),
     "mamba-2": lambda: transformers.Mamba2Config(
         **_RECURRENT, num_heads=4, head_dim=8, n_groups=2, chunk_size=4
     ),

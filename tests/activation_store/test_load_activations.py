@@ -49,6 +49,8 @@ def test_indexing_reads_what_indexing_a_tensor_gives(written, all_of_it):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected), index
     assert torch.equal(written[RESID][::-1], all_of_it.flip(0))
+    mask = [number in (2, 9) for number in range(N_EXAMPLES)]
+    assert torch.equal(written[RESID][mask], all_of_it[[2, 9]])
     assert [int(number) for number in written[REDUCED]] == list(range(N_EXAMPLES))  # and ends
 
 

@@ -276,6 +276,7 @@ READ = [
     (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not saved; did you mean"),
     (lambda h: h[WRITTEN][11], "index out of range"),
     (lambda h: h[WRITTEN][3, 5], "too many indices"),
+    (lambda h: h[WRITTEN][..., 0], "indexed by examples only"),
     (lambda h: h[WRITTEN][[True, False]], "boolean index did not match"),
     (lambda h: h.activations(WRITTEN, device="cpuu"), "'cpuu' cannot be used here"),
     (lambda h: h.activations(WRITTEN, -1, epochs=None), "batch_size must be 1 or more, but is -1"),

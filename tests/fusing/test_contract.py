@@ -444,8 +444,14 @@ def test_a_hook_that_hooks_its_own_fused_block_raises(at, fused, model_class, to
     def add(activation, hook):
         model.add_hook("blocks.3.attn.hook_pattern", double)
 
+    def remove(activation, hook):
+        model.hook_dict["blocks.3.attn.hook_pattern"].remove_hooks()
+
+    hooks = [(f"blocks.3.{at}", add), ("blocks.3.hook_resid_post", remove)]
+    if model_class == HOOKED:
+        hooks.append(("blocks.3.hook_mlp_out", remove))
     with pytest.raises(RuntimeError, match="a hook added a hook to its own block, which is fused"):
-        model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.3.{at}", add)])
+        model.run_with_hooks(tokens, fwd_hooks=hooks)
 
 
 def test_a_hook_may_hook_its_own_block_for_the_next_run(fused, tokens):

@@ -78,6 +78,10 @@ def test_a_map_of_hugging_face_modules_is_honoured(machine, load, on_one, tokens
     blocks = [nested.placement.device_of(f"blocks.{layer}").index for layer in range(N_LAYERS)]
     assert blocks == [2, 2, 2, 0, *[2] * (N_LAYERS - 4)]
     assert nested.placement.home == machine.devices[1]
+    nested = load("llama", device_map={"": 0, "model.layers": 1, "blocks.3": 2})
+    assert [c.device.index for c in nested.placement.components if "3" in c.name] == [2]
+    on_cpu = load("llama", device_map={"model": 0, "lm_head": "cpu"})
+    assert_agrees(on_cpu(tokens.to(home)).cpu(), expected.cpu())
     with pytest.raises(ValueError, match=r"'model.layers.3.mlp', a part of blocks.3"):
         load("llama", device_map={"": 1, "model.layers.3.mlp": 2})
 

@@ -279,8 +279,12 @@ class Stored:
         index = index.tolist() if isinstance(index, torch.Tensor) else index
         if isinstance(index, int | slice):
             return range(len(self))[index]
-        numbers: int | list[int] = np.arange(len(self))[index].tolist()
-        return numbers
+        numbers = np.arange(len(self))[index]
+        if isinstance(index, tuple) or index is Ellipsis or numbers.ndim > 1:
+            raise IndexError(
+                f"{self.entry.name} is indexed by examples only: saved[name][3:7][:, 0]"
+            )
+        return numbers.tolist()  # type: ignore[no-any-return]
 
     def map_shard(self, number: int) -> torch.Tensor:
         """Map all rows of a shard, which are read from the disk when they are used."""

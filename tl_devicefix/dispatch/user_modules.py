@@ -85,7 +85,7 @@ def _users_modules(model: Model, placement: Placement, is_own: IsOwn) -> Iterato
 def move_in_parts(model: Model, placement: Placement) -> None:
     """Move parts that were assigned since the last forward to their component's device.
 
-    A view's runs may assign nothing, so its parts were moved before it was made.
+    Not in a view: its parts were moved before it was made, and it is not watched.
     """
     watch: Watch = model.__dict__[WATCH]
     if IN_VIEW not in vars(model) and not watch.is_as_seen():

@@ -237,7 +237,12 @@ def _block(
     modules, cfg = bound.modules, bound.attributes["cfg"]
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if name in hooked else x  # type: ignore[no-any-return]
+        if name not in hooked:
+            return x
+        result: torch.Tensor = modules[name](x)
+        if name != "hook_resid_post":  # the last one
+            bound.listeners.refuse_others(hooked)
+        return result
 
     is_post_norm = cfg.original_architecture in POST_NORM
     resid_pre = point("hook_resid_pre", resid_pre)  # [batch, pos, d_model]
@@ -270,8 +275,6 @@ def _block(
         if is_post_norm:
             mlp_out = _norm(modules["ln2"], mlp_out)
         resid_post = resid_mid + point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
-    if hooked:
-        bound.listeners.refuse_others(hooked)
     return point("hook_resid_post", resid_post)  # [batch, pos, d_model]
 
 
@@ -325,7 +328,13 @@ def _fused_attention(
     is_hooked = listeners is not None
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        return modules[name](x) if is_hooked else x  # type: ignore[no-any-return]
+        if listeners is None:
+            return x
+        result: torch.Tensor = modules[name](x)
+        if name != "hook_z":  # which comes after the pattern
+            # TransformerLens's block calls whatever is hooked meanwhile, except in the pattern.
+            listeners.refuse_others(listeners.names - {"pattern"})
+        return result
 
     W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, b_O = (named[name] for name in _ATTENTIONS[type(attn)])
     q = point("hook_q", _project(query_input, W_Q, b_Q))  # [batch, pos, head_index, d_head]
@@ -365,10 +374,8 @@ def _fused_attention(
     mask, is_causal = _mask(attn, q, offset, pads)
     by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, head, pos, d_head]
     z = _attend(*by_head, 1 / attn.attn_scale, mask, is_causal, bias).transpose(1, 2)
-    if listeners is not None:
-        # TransformerLens's block calls whatever was hooked meanwhile, except in the pattern.
-        listeners.refuse_others(listeners.names - {"pattern"})
-        z = z.clone() if z.requires_grad else z  # a hook may edit z, but SDPA's backward needs it
+    if is_hooked and z.requires_grad:
+        z = z.clone()  # a hook may edit z in place, but SDPA's backward needs it
     z = point("hook_z", z)  # [batch, pos, head_index, d_head]
     return F.linear(z.to(W_O.dtype).flatten(2), W_O.flatten(0, 1).T, b_O)  # [batch, pos, d_model]
 

@@ -154,7 +154,8 @@ def _around(original: _Function, replacement: _Function) -> _Function:
     if added:  # help() shows the installed signature with these, and both docstrings
         parameters = [*inspect.signature(original).parameters.values(), *added]
         parameters.sort(key=lambda parameter: parameter.kind)  # `**hf_kwargs` comes last
-        method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        shown = inspect.signature(original).replace(parameters=parameters)
+        method.__signature__ = shown  # type: ignore[attr-defined]
         method.__doc__ = f"{replacement.__doc__}\n\n{original.__doc__}"
     return method
 

@@ -194,10 +194,12 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
     if len(known) == count and known[0] == first:
         return known
     if first.type == "cpu" or start + count > device_count(first.type):
+        needs = f"needs {count} devices of type {first.type!r}, but {_there_are(first.type)}"
+        if first.type == "cpu" and not torch.accelerator.is_available():
+            needs = f"needs {count} GPUs, but torch finds none here"
         raise ValueError(
-            f"n_devices={count}, starting at {str(first)!r}, needs {count} devices of type "
-            f"{first.type!r}, but {_there_are(first.type)}; lower n_devices, or leave device out "
-            f"and load within `with tl_devicefix.simulate({count}):`"
+            f"n_devices={count}, starting at {str(first)!r}, {needs}; lower n_devices, or leave "
+            f"device out and load within `with tl_devicefix.simulate({count}):`"
         )
     return [torch.device(first.type, start + i) for i in range(count)]
 

@@ -72,7 +72,8 @@ class Layout:
             return device_map
         modules = dict(hf_model.named_modules())
         named: dict[str, Any] = {}
-        for name in sorted(device_map, key=lambda name: len(str(name))):  # the longest decides
+        # The longest decides, and a component before a module.
+        for name in sorted(device_map, key=lambda name: (name not in modules, len(str(name)))):
             if not name or name not in modules:  # a component, or a mistake that the plan refuses
                 named[name] = device_map[name]
                 continue
@@ -126,8 +127,7 @@ def layout_of(hf_model: nn.Module, adapter: ArchitectureAdapter) -> Layout:
         except AttributeError as error:
             raise ValueError(
                 f"a {type(hf_model).__name__} has no {component.name!r}, where "
-                f"{type(adapter).__name__} has its {name}: split it with a device_map of its "
-                "modules"
+                f"{type(adapter).__name__} has its {name}: load the class that has it"
             ) from error
         for index, _ in enumerate(blocks.children()):
             paths[f"{name}.{index}"] = f"{component.name}.{index}"

@@ -197,8 +197,7 @@ class BoundWrapper:
     _hookable: frozenset[str] = frozenset()  # hook points that are called around the layer
 
     def __init__(self, wrapper: Any) -> None:
-        self._attributes, self._config = vars(wrapper), wrapper.config
-        self._settings = self._settings_now()
+        self._training, self._attributes = wrapper.training, vars(wrapper)
         modules = list(wrapper.modules())[1:]  # without the wrapper
         self._harmless = {key for module in modules for key in _relay_hooks(module)}
         names = {wrapper._modules.get(name): name for name in ("hook_in", "hook_out")}
@@ -213,11 +212,8 @@ class BoundWrapper:
             self.why = str(reason)
 
     def is_current(self) -> bool:
-        """Return True if no module was replaced since, and the settings are the same."""
-        return self._settings == self._settings_now() and self._listeners.is_current()
-
-    def _settings_now(self) -> tuple[object, ...]:
-        return self._attributes["training"], getattr(self._config, "eps", None)
+        """Return True if no module was replaced since, and the training mode is the same."""
+        return self._training is self._attributes["training"] and self._listeners.is_current()
 
     def may_run(self) -> bool:
         """Return True if the layer may run: no hook within it has to be called."""

@@ -228,9 +228,9 @@ class _PlannedClass:
         if not self.spreads:
             return self._load(real, name, kwargs)
         self.placement, kwargs["device_map"] = placement, _ = self._plan(real, adapter, kwargs)
-        if any(component.offloaded for component in placement.components):
-            # transformers would leave offloaded weights without values, and the Bridge reads them:
-            # load all to the CPU, and move those that are not offloaded later.
+        if CPU in (own := placement.here.memories) and len(own) > 1:
+            # transformers would leave weights on the CPU without values, and the Bridge reads them:
+            # load all to the CPU, and move the others later.
             kwargs["device_map"] = {"": "cpu"}
         options = {key: value for key, value in self._options.items() if key != "model_name"}
         options["on_mismatch"] = "ignore"

@@ -75,8 +75,6 @@ class _Unwrapping:
                 raise NotPlain("it applies dropout in training")
         self._wrapped: set[int] = set()  # ids of the wrapped modules that were reached
         self.layer = self._replacement(block)
-        if self.layer is block:
-            raise NotPlain("the Bridge computes this norm itself")
         attach_parts(block, self.layer)
         used = self._wrapped.union(map(id, self.layer.modules()), self._replacements)
         for module in block.modules():
@@ -90,8 +88,8 @@ class _Unwrapping:
             if own is None:
                 raise NotPlain(f"it contains a {type(module).__name__} that wraps no module")
             self._wrapped.add(id(own))
-            if _computes_norm(module):
-                return module
+            if _computes_itself(module):
+                return NormOfBridge(module)
             self._replace_parts(module)
             module = own
         if id(module) not in self._replacements:
@@ -216,17 +214,32 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
             raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
 
 
-def _computes_norm(wrapper: GeneralizedComponent) -> bool:
-    """Return True if a wrapper computes its norm itself, and the wrapped norm may differ."""
-    norm: Any = wrapper.original_component
-    kind, config = class_of(wrapper), wrapper.config
-    if kind.forward is not NormalizationBridge.forward:
+def _computes_itself(wrapper: GeneralizedComponent) -> bool:
+    """Return True if a wrapper computes its norm itself instead of calling the wrapped norm."""
+    if class_of(wrapper).forward is not NormalizationBridge.forward:
         return False
-    if wrapper.use_native_layernorm_autograd or getattr(config, "layer_norm_folding", False):
-        return False
-    is_usual = kind is NormalizationBridge and type(norm) is nn.LayerNorm
-    dtypes = {parameter.dtype for parameter in norm.parameters()}
-    return not is_usual or len(dtypes) > 1 or bool(norm.eps != getattr(config, "eps", 1e-5))
+    folds = getattr(wrapper.config, "layer_norm_folding", False)
+    return not (wrapper.use_native_layernorm_autograd or folds)
+
+
+class NormOfBridge(nn.Module):
+    """The norm that a wrapper computes, with the epsilon of the Bridge's config."""
+
+    def __init__(self, wrapper: GeneralizedComponent) -> None:
+        super().__init__()
+        norm: Any = wrapper.original_component
+        self._parameters = norm._parameters
+        vars(self)["_wrapper"] = wrapper  # not a submodule: its parameters would appear twice
+        self._is_usual = type(norm) is nn.LayerNorm and class_of(wrapper) is NormalizationBridge
+
+    def forward(self, x: Float[torch.Tensor, "... d_model"]) -> Float[torch.Tensor, "... d_model"]:
+        """Return the normalised activations."""
+        wrapper, named = vars(self)["_wrapper"], self._parameters
+        weight, bias = named.get("weight"), named.get("bias")
+        if not self._is_usual or any(p is None or p.dtype != x.dtype for p in (weight, bias)):
+            return wrapper._python_norm_forward(x)  # type: ignore[no-any-return]
+        eps = getattr(wrapper.config, "eps", 1e-5)
+        return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 class _Activation(nn.Module):
