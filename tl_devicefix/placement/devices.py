@@ -195,7 +195,7 @@ def consecutive(first: torch.device, count: int) -> list[torch.device]:
         return known
     if first.type == "cpu" or start + count > device_count(first.type):
         needs = f"needs {count} devices of type {first.type!r}, but {_there_are(first.type)}"
-        if first.type == "cpu" and not torch.accelerator.is_available():
+        if first.type == "cpu" and not (others().devices or torch.accelerator.is_available()):
             needs = f"needs {count} GPUs, but torch finds none here"
         raise ValueError(
             f"n_devices={count}, starting at {str(first)!r}, {needs}; lower n_devices, or leave "
