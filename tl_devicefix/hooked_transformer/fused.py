@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,7 +134,10 @@ class FusedBlock(Fused):
         if not by_sdpa:
             return super().forward(*given)
         block: Any = object.__new__(TransformerBlock)
-        attend = functools.partial(_fused_attention, bound.modules["attn"], bound.listeners)
+        # TransformerLens's block calls whatever is hooked meanwhile, except in the pattern.
+        seen = bound.listeners.names - {"pattern"}
+        refuse_others = functools.partial(bound.listeners.refuse_others, seen)
+        attend = functools.partial(_fused_attention, bound.modules["attn"], refuse_others)
         block.__dict__.update(self.__dict__, _modules={**bound.modules, "attn": attend})
         return TransformerBlock.forward(block, *given)
 
@@ -263,19 +267,19 @@ def _block(
         attn_out = _norm(modules["ln1"], attn_out)
     attn_out = point("hook_attn_out", attn_out)  # [batch, pos, d_model]
     resid_mid = resid_pre + attn_out
-    if not (cfg.attn_only or cfg.parallel_attn_mlp):
+    if cfg.attn_only:
+        return point("hook_resid_post", resid_mid)  # [batch, pos, d_model]
+    if not cfg.parallel_attn_mlp:
         resid_mid = point("hook_resid_mid", resid_mid)  # [batch, pos, d_model]
-    resid_post = resid_mid
-    if not cfg.attn_only:
-        x = resid_pre if cfg.parallel_attn_mlp else resid_mid
-        x = x if is_post_norm else _norm(modules["ln2"], x)
-        mlp_out = modules["mlp"](x) if bound.calls_mlp else _mlp(modules["mlp"], x)
-        if cfg.use_normalization_before_and_after:
-            mlp_out = _norm(modules["ln2_post"], mlp_out)
-        if is_post_norm:
-            mlp_out = _norm(modules["ln2"], mlp_out)
-        resid_post = resid_mid + point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
-    return point("hook_resid_post", resid_post)  # [batch, pos, d_model]
+    x = resid_pre if cfg.parallel_attn_mlp else resid_mid
+    x = x if is_post_norm else _norm(modules["ln2"], x)
+    mlp_out = modules["mlp"](x) if bound.calls_mlp else _mlp(modules["mlp"], x)
+    if cfg.use_normalization_before_and_after:
+        mlp_out = _norm(modules["ln2_post"], mlp_out)
+    if is_post_norm:
+        mlp_out = _norm(modules["ln2"], mlp_out)
+    mlp_out = point("hook_mlp_out", mlp_out)  # [batch, pos, d_model]
+    return point("hook_resid_post", resid_mid + mlp_out)  # [batch, pos, d_model]
 
 
 def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
@@ -312,7 +316,7 @@ def _project(
 
 def _fused_attention(
     attn: Any,
-    listeners: Listeners | None,
+    refuse_others: Callable[[], None] | None,
     query_input: Residual,
     key_input: Residual,
     value_input: Residual,
@@ -321,19 +325,18 @@ def _fused_attention(
 ) -> Residual:
     """Run attention by SDPA.
 
-    With the block's `listeners`, call its hook points, and its norms as modules.
+    With `refuse_others`, call its hook points, its norms as modules, and this after each point.
     """
     cfg, modules, named = attn.cfg, attn._modules, attn._parameters
     entry, padding = past_kv_cache_entry, attention_mask
-    is_hooked = listeners is not None
+    is_hooked = refuse_others is not None
 
     def point(name: str, x: torch.Tensor) -> torch.Tensor:
-        if listeners is None:
+        if refuse_others is None:
             return x
         result: torch.Tensor = modules[name](x)
         if name != "hook_z":  # which comes after the pattern
-            # TransformerLens's block calls whatever is hooked meanwhile, except in the pattern.
-            listeners.refuse_others(listeners.names - {"pattern"})
+            refuse_others()
         return result
 
     W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, b_O = (named[name] for name in _ATTENTIONS[type(attn)])
