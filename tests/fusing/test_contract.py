@@ -406,6 +406,41 @@ def test_fused_model_is_as_close_to_float64_as_unfused(kind, dtype, fused):
     assert 0 < ours <= 1.1 * theirs
 
 
+CALLED = [
+    *("hook_resid_mid", "hook_attn_out", "hook_mlp_out", "mlp.hook_pre", "mlp.hook_post"),
+    *(f"attn.hook_{name}" for name in "qkvz"),
+]
+"""Hook points in a block that a fused block calls."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        *(("llama", ""), ("gpt2", ""), ("pythia", ""), ("llama", "attn_result")),
+        *(("gpt2", "attn_in"), ("llama", "split_qkv_input")),
+    ],
+)
+def test_hooks_within_a_block_see_and_change_the_same(kind, flag, fused, tokens):
+    # Pythia's attention and MLP are parallel, so nothing is between them.
+    names = [name for name in CALLED if (kind, name) != ("pythia", "hook_resid_mid")]
+    model, seen = fused(kind, folded=True), []
+    if flag:
+        getattr(model, f"set_use_{flag}")(True)
+
+    def change(activation, hook):
+        seen.append(activation.clone())
+        return activation * 1.5
+
+    def run(model):
+        seen.clear()
+        hooks = [(model.hook_dict[f"blocks.1.{name}"].name, change) for name in names]
+        return model.run_with_hooks(tokens, fwd_hooks=hooks), [*seen]
+
+    _, activations = assert_either_way(model, run)
+    assert len(activations) == len(names)
+
+
 @torch.no_grad()
 def test_no_pattern_is_built_unless_it_is_hooked(fused):
     model, tokens = fused(), torch.full((1, 29), 7)  # as many tokens as no other size is
@@ -417,8 +452,8 @@ def test_no_pattern_is_built_unless_it_is_hooked(fused):
         return bool(made.of_pairs(29))
 
     assert not of_pairs()
-    assert not of_pairs("hook_resid_post")
-    assert of_pairs("attn.hook_pattern")
+    assert not of_pairs(*CALLED, "hook_resid_pre", "hook_resid_post")
+    assert of_pairs("attn.hook_pattern", *CALLED)
     assert not of_pairs()
     assert unfused(model, lambda model: of_pairs())
 
@@ -436,10 +471,8 @@ def test_fused_model_gives_the_same_spread_or_offloaded(fused, load, machine, to
 
 
 @pytest.mark.parametrize("at", ["hook_resid_pre", "attn.hook_q"])
-def test_a_hook_that_hooks_its_own_fused_block_raises(at, fused, model_class, tokens):
+def test_a_hook_that_hooks_its_own_fused_block_raises(at, fused, tokens):
     model = fused()
-    if model_class != HOOKED and at == "attn.hook_q":
-        pytest.skip("TransformerLens's own forward runs if queries are hooked")
 
     def add(activation, hook):
         model.add_hook("blocks.3.attn.hook_pattern", double)
@@ -447,9 +480,8 @@ def test_a_hook_that_hooks_its_own_fused_block_raises(at, fused, model_class, to
     def remove(activation, hook):
         model.hook_dict["blocks.3.attn.hook_pattern"].remove_hooks()
 
-    hooks = [(f"blocks.3.{at}", add), ("blocks.3.hook_resid_post", remove)]
-    if model_class == HOOKED:
-        hooks.append(("blocks.3.hook_mlp_out", remove))
+    removing = [(f"blocks.3.{name}", remove) for name in ("hook_mlp_out", "hook_resid_post")]
+    hooks = [(f"blocks.3.{at}", add), *removing]
     with pytest.raises(RuntimeError, match="a hook added a hook to its own block, which is fused"):
         model.run_with_hooks(tokens, fwd_hooks=hooks)
 

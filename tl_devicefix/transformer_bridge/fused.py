@@ -1,7 +1,8 @@
 """A block of a Bridge as transformers' own layer, without the Bridge's wrappers in it.
 
 The embeddings, the final norm and the unembedding are fused in the same way. Hooks on a block's
-input and output are called around the layer. If there is any other hook, the Bridge's block runs.
+input and output are called around the layer, and those of `_parts` in a second such layer, which
+is made when the first of them is found. If there is any other hook, the Bridge's block runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import (
     BlockBridge,
     EmbeddingBridge,
+    LinearBridge,
     NormalizationBridge,
     RMSNormalizationBridge,
     RotaryEmbeddingBridge,
@@ -39,7 +41,13 @@ from tl_devicefix.transformer_bridge.attention import (
     why_not_eager,
     why_own_mask,
 )
-from tl_devicefix.transformer_bridge.unwrapping import NotPlain, is_wrapper, unwrap_layer
+from tl_devicefix.transformer_bridge.unwrapping import (
+    HOOKABLE,
+    HookedPart,
+    NotPlain,
+    is_wrapper,
+    unwrap_layer,
+)
 
 SINCE = Version("4.dev0")
 _FUSED_PARTS = (
@@ -194,20 +202,22 @@ class BoundWrapper:
     layer: Any = None
     why: str | None = None
     config: PretrainedConfig | None = None
-    _hookable: frozenset[str] = frozenset()  # hook points that are called around the layer
+    _hookable: frozenset[str] = frozenset()  # hook points that are called with the layer
+    _hooked_layer: Any = None  # the same, with hook points on its parts
 
     def __init__(self, wrapper: Any) -> None:
-        self._training, self._attributes = wrapper.training, vars(wrapper)
+        self._wrapper, self._training, self._attributes = wrapper, wrapper.training, vars(wrapper)
         modules = list(wrapper.modules())[1:]  # without the wrapper
         self._harmless = {key for module in modules for key in _relay_hooks(module)}
-        names = {wrapper._modules.get(name): name for name in ("hook_in", "hook_out")}
+        names = {getattr(part, name): "part" for part, name in _parts(wrapper)}
+        names |= {wrapper._modules.get(name): name for name in ("hook_in", "hook_out")}
         for module in modules:
             names.setdefault(module, "point" if isinstance(module, HookPoint) else "module")
         named = [(names[module], module) for module in modules]
         self._listeners = Listeners(wrapper, named, self._are_harmless)
         try:
-            by_sdpa = self._check_attention(wrapper) if wrapper.is_list_item else frozenset()
-            self.layer = unwrap_layer(wrapper, by_sdpa)
+            self._by_sdpa = self._check_attention() if wrapper.is_list_item else frozenset()
+            self.layer = unwrap_layer(wrapper, self._by_sdpa)
         except NotPlain as reason:
             self.why = str(reason)
 
@@ -216,8 +226,21 @@ class BoundWrapper:
         return self._training is self._attributes["training"] and self._listeners.is_current()
 
     def may_run(self) -> bool:
-        """Return True if the layer may run: no hook within it has to be called."""
-        return self.why is None and self._listeners.look() <= self._hookable
+        """Return True if a layer may run: it calls all hooks that there are within it."""
+        hooked = self._listeners.look()
+        may_run = self.why is None and hooked <= self._hookable
+        return may_run and ("part" not in hooked or self._may_hook_parts())
+
+    def _may_hook_parts(self) -> bool:
+        """Make the layer with hook points on its parts; return False if there can be none."""
+        if self._hooked_layer is None:
+            parts = [HookedPart(*part, self._listeners) for part in _parts(self._wrapper)]
+            try:
+                self._hooked_layer = unwrap_layer(self._wrapper, self._by_sdpa, parts)
+            except NotPlain:
+                self._hookable -= {"part"}
+                return False
+        return True
 
     def may_show_mask(self) -> bool:
         """Return True if a hook may read or edit the attention mask."""
@@ -235,7 +258,11 @@ class BoundWrapper:
         if "hook_in" in hooked:
             args, kwargs = block._hook_input_hidden_states(args, kwargs)
             self._listeners.refuse_others(hooked)
-        output = self.layer(*args, **kwargs)
+        if "part" in hooked:
+            output = self._hooked_layer(*args, **kwargs)
+            hooked = self._listeners.look()  # a hook may have added one on the output
+        else:
+            output = self.layer(*args, **kwargs)
         if "hook_out" not in hooked:
             return output
         return block._apply_output_hook(output)
@@ -250,12 +277,13 @@ class BoundWrapper:
             self._harmless |= {handle.id for handle in handles}
         return hooks.keys() <= self._harmless
 
-    def _check_attention(self, block: Any) -> frozenset[int]:
+    def _check_attention(self) -> frozenset[int]:
         """Set `config` and `_hookable`; return the ids of the attention layers that use SDPA.
 
         Raises:
             NotPlain: if transformers' attention computes something other than the Bridge's.
         """
+        block = self._wrapper
         wrappers: list[Any] = [module for module in block.modules() if is_wrapper(module)]
         wrappers = [it for it in wrappers if it.original_component is not None]
         by_sdpa = [it for it in wrappers if why_no_sdpa(it.original_component) is None]
@@ -268,8 +296,33 @@ class BoundWrapper:
             if (why := why_not_eager(attention) or why_own_mask(attention)) is not None:
                 raise NotPlain(why)
         if class_of(block).forward is BlockBridge.forward:  # others call hooks in other places
-            self._hookable = frozenset(("hook_in", "hook_out"))
+            self._hookable = HOOKABLE
         return frozenset(id(it.original_component) for it in by_sdpa)
+
+
+_POINTS = {
+    **dict.fromkeys(("q", "k", "v", "gate", "in"), "hook_out"),
+    **dict.fromkeys(("o", "out"), "hook_in"),
+}
+"""Projections of attention and MLP, each with the hook point that TransformerLens has a name for:
+`hook_q`, `hook_k`, `hook_v`, `hook_z`, `hook_pre`, `hook_pre_linear`, `hook_post`."""
+
+
+def _parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the wrappers in a block that have a hook point which a layer can call, and its name.
+
+    Those of the block itself have `hook_resid_mid`, `hook_attn_out` and `hook_mlp_out`.
+    """
+    for wrapper in filter(is_wrapper, block.children()):
+        forward = _forward_of(class_of(wrapper))
+        if forward == "NormalizationBridge.forward":
+            yield wrapper, "hook_in"
+        is_mlp = forward in ("MLPBridge.forward", "GatedMLPBridge.forward")
+        if reads_masks_of_sdpa(wrapper) or (is_mlp and wrapper.name is not None):
+            yield wrapper, "hook_out"
+            for name, part in wrapper.named_children():
+                if name in _POINTS and class_of(part) is LinearBridge:
+                    yield part, _POINTS[name]
 
 
 def starts_at(kind: Any) -> bool:

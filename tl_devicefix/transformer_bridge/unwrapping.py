@@ -13,7 +13,7 @@ import copy
 import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -26,15 +26,21 @@ from transformer_lens.model_bridge.generalized_components import (
     JointGateUpMLPBridge,
     JointQKVAttentionBridge,
     JointQKVPositionEmbeddingsAttentionBridge,
+    LinearBridge,
     NormalizationBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
 
 from tl_devicefix.fusing.fused import applies_dropout, class_of, own_method
+from tl_devicefix.fusing.listening import Listeners
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.offload import attach_parts
 from tl_devicefix.placement.devices import OwnRandomNumbers
+
+HOOKABLE = frozenset(("hook_in", "hook_out", "part"))
+"""What `Listeners` may find in a Bridge's block that runs transformers' layer: the block's own hook
+points, and those of parts."""
 
 
 class NotPlain(Exception):
@@ -46,22 +52,28 @@ def is_wrapper(module: nn.Module | None) -> TypeGuard[GeneralizedComponent]:
     return isinstance(module, GeneralizedComponent)
 
 
-def unwrap_layer(wrapper: nn.Module, by_sdpa: frozenset[int]) -> nn.Module:
+def unwrap_layer(
+    wrapper: nn.Module, by_sdpa: frozenset[int], parts: Sequence[HookedPart] = ()
+) -> nn.Module:
     """Return a wrapper's module without any wrapper in it.
 
     Args:
         wrapper: the wrapper.
         by_sdpa: the ids of the attention layers to run with SDPA.
+        parts: what calls a hook point, in place of a wrapper within the wrapper.
 
     Raises:
         NotPlain: if the module would compute something other than the wrapper.
     """
-    return _Unwrapping(wrapper, by_sdpa).layer
+    return _Unwrapping(wrapper, by_sdpa, parts).layer
 
 
 class _Unwrapping:
-    def __init__(self, block: nn.Module, by_sdpa: frozenset[int]) -> None:
+    def __init__(
+        self, block: nn.Module, by_sdpa: frozenset[int], parts: Sequence[HookedPart]
+    ) -> None:
         self._by_sdpa = by_sdpa
+        self._parts = {id(part.wrapped): part for part in parts}
         self._replacements: dict[int, nn.Module] = {}  # id of a module -> its replacement
         # id of an attention layer -> its wrapper, which splits the layer's projection
         self._splitters: dict[int, GeneralizedComponent] = {}
@@ -81,8 +93,18 @@ class _Unwrapping:
             own = module.original_component if is_wrapper(module) else None
             if own is not None and id(own) not in used:
                 raise NotPlain(f"a {type(module).__name__} wraps a module outside the layer")
+        if not all(part._modules for part in parts):
+            raise NotPlain("it has hooks on a part that the layer does not call")
 
     def _replacement(self, module: nn.Module) -> nn.Module:
+        unwrapped = self._unwrapped(module)
+        part = self._parts.get(id(_innermost(module)))
+        if part is None:
+            return unwrapped
+        part.module = unwrapped
+        return part
+
+    def _unwrapped(self, module: nn.Module) -> nn.Module:
         while is_wrapper(module):
             own: Any = module.original_component
             if own is None:
@@ -142,13 +164,18 @@ class _Unwrapping:
             name = wrapper.fused_attr
         else:
             return
-        joint = owner._modules.get(name)
-        while is_wrapper(joint):
-            joint = joint.original_component
+        joint = _innermost(owner._modules.get(name))
         if joint is None or not set(names) <= wrapper._modules.keys():
             raise NotPlain(f"a {type(wrapper).__name__} has no known projection")
         parts = [self._replacement(getattr(wrapper, part)) for part in names]
         self._replacements[id(joint)] = _Joined(parts, _order(wrapper, split, name, joint))
+
+
+def _innermost(module: nn.Module | None) -> Any:
+    """Return the module within any wrappers."""
+    while is_wrapper(module):
+        module = module.original_component
+    return module
 
 
 # `training` may change, so it is read from the module.
@@ -220,6 +247,46 @@ def _computes_itself(wrapper: GeneralizedComponent) -> bool:
         return False
     folds = getattr(wrapper.config, "layer_norm_folding", False)
     return not (wrapper.use_native_layernorm_autograd or folds)
+
+
+class HookedPart(nn.Module):
+    """A module without its wrapper, and the wrapper's hook point on its input or its output."""
+
+    module: nn.Module
+
+    def __init__(self, wrapper: nn.Module, point: str, listeners: Listeners) -> None:
+        super().__init__()
+        attributes = vars(self)  # none of these is a submodule
+        attributes.update(
+            wrapped=wrapper.original_component,
+            _point=getattr(wrapper, point),
+            _is_input=point == "hook_in",
+            _is_linear=isinstance(wrapper, LinearBridge),
+            _listeners=listeners,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module's attribute: transformers reads some, such as a weight's dtype."""
+        parts = vars(self)["_modules"]
+        return parts[name] if name == "module" else getattr(parts["module"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook point before the module or after it."""
+        if self._is_input:
+            x = args[0]
+            if self._is_linear and x.requires_grad:
+                # SDPA keeps its output for the backward, and a hook may edit `hook_z` in place.
+                x = x.clone()
+            return self.module(self._call_hooks(x), *args[1:], **kwargs)
+        output = self.module(*args, **kwargs)
+        if isinstance(output, tuple):  # of attention: its output and the pattern, or None
+            return (self._call_hooks(output[0]), *output[1:])
+        return self._call_hooks(output)
+
+    def _call_hooks(self, activation: torch.Tensor) -> torch.Tensor:
+        activation = self._point(activation)
+        self._listeners.refuse_others(HOOKABLE)
+        return activation
 
 
 class NormOfBridge(nn.Module):
