@@ -273,12 +273,15 @@ def test_tensor_missing_extra_or_misshapen_is_refused_by_name(
     tensor, instead, says, file, n_files, tensors, write, refused
 ):
     listed = {*tensors, tensor}
+    remedy = "fetch or save it again"
+    if tensor not in tensors:
+        remedy = f"correct its config.json, or {remedy}"
     tensors[tensor] = instead
     if instead is None:
         del tensors[tensor]
     checkpoint = write(file, n_files, listed=listed)
     in_file = file_of(checkpoint, tensor, file) if n_files > 1 else ""
-    with refused(str(checkpoint), tensor, says, in_file, "again"):
+    with refused(str(checkpoint), tensor, says, in_file, f"; {remedy}"):
         load(checkpoint)
 
 

@@ -144,3 +144,15 @@ def test_hooks_added_before_spreading_may_mix_devices_after(load, reference, tok
     expected = reference.run_with_hooks(tokens, fwd_hooks=[hook])
     assert_agrees(model(tokens), expected, home_of(model))
     assert {str(p.device) for p in model.parameters()} == {device(i) for i in range(4)}
+
+
+def test_torch_hooks_added_before_spreading_see_new_devices(load, tokens):
+    model, seen = load("llama", 1), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, args: seen.append(args[0].device))
+    model.unembed.register_forward_hook(lambda head, args, logits: seen.append(logits.device))
+    model.cfg.n_devices = 4
+    model.move_model_modules_to_device()
+    model(tokens)
+    blocks = [model.placement.device_of(f"blocks.{number}") for number in range(N_LAYERS)]
+    assert seen == [*blocks, home_of(model)]

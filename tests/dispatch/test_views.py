@@ -51,6 +51,19 @@ def test_view_gives_the_models_results_bit_for_bit(model, at_home):
     assert_bit_equal(results(made.model), results(model))
 
 
+def test_a_views_split_inputs_are_its_residual_stream(model, at_home):
+    """A Bridge's block hands the stream to its attention by a proxy."""
+    model.set_use_split_qkv_input(True)
+
+    def split_inputs(model):
+        _, cache = model.run_with_cache(at_home, names_filter=lambda name: "q_input" in name)
+        return dict(cache.items())
+
+    expected = split_inputs(model)
+    assert expected
+    assert_bit_equal(split_inputs(view_of(model).model), expected)
+
+
 def reached_from(value):
     """All objects that this one leads to, but for what modules and classes define."""
     seen, to_see = set(), [value]

@@ -141,13 +141,14 @@ def test_a_variable_that_changes_before_a_batch_is_refused(on_one, tokens):
 
     def last_changes():
         n = 1
+        yield from [[]] * 4
         yield on_stream(1, lambda a, hook: a * factors[n])
-        yield []
         n = 2
 
-    for runs in (of_layers, of_layers_by_a_function, last_changes):
-        with pytest.raises(ValueError, match=r"run 0 refers to n, which changed .* n=n: \.\.\."):
-            batched(model, tokens, runs())
+    for runs, number in ((of_layers, 0), (of_layers_by_a_function, 0), (last_changes, 4)):
+        message = rf"run {number} refers to n, which changed .* n=n: \.\.\."
+        with pytest.raises(ValueError, match=message):
+            batched(model, tokens, runs(), batch_size=3)
     alone = batched(model, tokens, of_layers(), batch_size=1)
     bound = (on_stream(n, lambda a, hook, n=n: a * factors[n]) for n in range(3))
     assert_agrees(batched(model, tokens, bound), alone, tolerance=2e-5)
