@@ -189,8 +189,7 @@ def stacked_key_value_heads(
 class CacheAtHome(dict[str, torch.Tensor]):
     """A cache of activations that stores each tensor where it was computed and reads it at home.
 
-    A `functools.partial` stands for a tensor on disk: each read calls it. `SVDInterpreter` and a
-    Bridge's `get_params` keep weights in this class, too.
+    `SVDInterpreter` and a Bridge's `get_params` keep weights in this class, too.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -203,11 +202,11 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return chosen_device() or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return move(_read(super().__getitem__(name)), self.home)
+        return move(super().__getitem__(name), self.home)
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the tensors where they were computed, as a plain dict."""
-        return {name: _read(value) for name, value in super().items()}
+        return dict(super().items())
 
     def __iter__(self) -> Iterator[str]:
         # Without this override, dict(cache) and {**cache} would bypass __getitem__.
@@ -218,12 +217,12 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def pop(self, name: str, *default: Any) -> Any:
         """Return a tensor as `dict.pop` does, at home."""
-        return move(_read(super().pop(name, *default)), self.home)
+        return move(super().pop(name, *default), self.home)
 
     def popitem(self) -> tuple[str, torch.Tensor]:
         """Return a name and a tensor as `dict.popitem` does, at home."""
         name, value = super().popitem()
-        return name, move(_read(value), self.home)
+        return name, move(value, self.home)
 
     if not TYPE_CHECKING:  # their types are those of dict's methods
         # dict's own methods bypass `__getitem__`.
@@ -232,7 +231,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def copy(self) -> CacheAtHome:
         """Return a shallow copy with the same home."""
-        return self.of(dict(super().items()))
+        return self.of(self.stored())
 
     __copy__ = copy  # otherwise `copy.copy` would use __reduce_ex__
 
@@ -248,10 +247,6 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # Pickle it as an OrderedDict: torch.load(weights_only=True) refuses this class.
         return OrderedDict, (), None, None, iter(self.items())
-
-
-def _read(value: Any) -> Any:
-    return value() if isinstance(value, functools.partial) else value
 
 
 def cache_for(model: Model, device: DeviceLike | None = None) -> CacheAtHome | None:

@@ -11,6 +11,7 @@ from comparison import assert_agrees, assert_bit_equal
 from hf_models import padded
 from racing import asynchronous
 from torch.utils.data import DataLoader, TensorDataset
+from transformer_lens import ActivationCache
 from written_by_hand import RESID as WRITTEN
 from written_by_hand import write_by_hand
 
@@ -61,47 +62,19 @@ def test_saved_activations_equal_a_loops_bit_for_bit(machine, load, batches, run
     assert not [name for name in names if name.startswith(("activations", "pipeline_map"))]
 
 
-METHODS = {
-    "decompose_resid": lambda cache: cache.decompose_resid(mode="all", return_labels=True),
-    "compute_head_results": lambda c: [c.compute_head_results(), c["result", 3]][1],
-    "stack_activation": lambda cache: cache.stack_activation("pattern"),
-    "__getitem__": lambda cache: [cache["resid_post", -1], cache["z", 3], cache["embed"]],
-    "keys": lambda cache: [list(cache.keys()), list(cache), len(cache), repr(cache)],
-    "remove_batch_dim": lambda c: dict(
-        c.apply_slice_to_batch_dim(slice(0, 1)).remove_batch_dim().items()
-    ),
-    "to": lambda cache: dict(cache.to("cpu").items()),  # the last, as it stays there
-}
-"""Each way in which a cache's methods read it."""
-
-
-def test_cache_read_from_disk_computes_what_one_in_memory_does(machine, load, batches, run):
+def test_a_cache_of_saved_activations_is_as_one_in_memory(machine, load, batches, run):
+    """As docs/save_activations.md has it."""
     model = load("llama", 4, folded=True)
-    result = run(model, batches[:2], shard_size=70_000)
-    assert len(result.index.shards) > 1
+    saved = run(model, batches[:2])
     in_memory = cache_of(model, batches[:2])
-    for name, activation in dict(in_memory).items():  # a Bridge's rotary tables are [1, ...]
-        in_memory.cache_dict[name] = activation.expand(len(result), *activation.shape[1:])
-    read = result.cache(slice(None), model)
-    for name, method in METHODS.items():
-        expected = method(in_memory)
-        home = None if name in ("keys", "to") else machine.devices[0]
-        assert_agrees(method(read), expected, home)
-    assert not result.cache(torch.tensor(-1), model).has_batch_dim
-    example = result.cache(-1, model)
-    assert not example.has_batch_dim
-    assert_agrees(example["resid_post", 3], in_memory["resid_post", 3][-1])
-
-
-@pytest.mark.once
-def test_cache_read_from_disk_keeps_entries_put_into_it(on_one, batches, run):
-    result = run(on_one("llama", folded=True), batches, RESID)
-    cache = result.cache(slice(0, 2))
-    cache[RESID].zero_()
-    assert cache[RESID].any()
-    cache.cache_dict[RESID] = cache[RESID] * 0
-    assert not cache[RESID].any()
-    assert result[RESID][:2].any()
+    rows = {name: saved[name][:] for name in saved.names}
+    cache = ActivationCache(rows, model).to(model.cfg.device)
+    for read in (
+        lambda cache: cache.decompose_resid(mode="all", return_labels=True),
+        lambda cache: [cache.compute_head_results(), cache["result", 3]][1],
+        lambda cache: [cache["resid_post", -1], cache["z", 3], cache["embed"]],
+    ):
+        assert_agrees(read(cache), read(in_memory), machine.devices[0])
 
 
 def test_masks_reach_the_forward_and_are_stored(machine, load, tokens, run):
@@ -188,8 +161,6 @@ def test_token_mask_leaves_tokens_out(on_one, batches, run):
     assert_agrees(picked, torch.cat([expected[i][expecteds[i]] for i in (5, 1)]))
     rows = torch.cat(list(result.activations(RESID, 5, shuffle=False)))
     assert_agrees(rows, expected[expecteds])
-    with pytest.raises(ValueError, match=r"token_mask left some out: read saved\[name\]"):
-        result.cache(0)
 
 
 PATTERN = "blocks.1.attn.hook_pattern"
@@ -216,7 +187,7 @@ REFUSED = [
     ({"names_filter": []}, "names_filter selects no activation"),
     ({"stop_at_layer": 2}, "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer"),
     ({"names_filters": RESID}, "no argument 'names_filters'; did you mean 'names_filter'"),
-    ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved.cache\(3\)"),
+    ({"remove_batch_dim": True}, r"no argument 'remove_batch_dim': .*saved"),
     ({"attention_mask": torch.ones(2)}, "give batches that are dicts"),
     ({"transform": {RESID[:-1]: abs}}, "blocks.3.hook_resid_pos, which is not saved; did you mean"),
     ({"transform": lambda a: a.mean((0, 1))}, r"is \[16\], which has no row for each of 1 exam"),
@@ -268,10 +239,8 @@ def test_a_token_mask_without_tokens_is_refused_at_the_end(on_one, run, tmp_path
 
 
 READ = [
-    (lambda h: h.cache(0).accumulated_resid(), r"no model: .* saved\.cache\(examples, model\)"),
-    (lambda h: h.cache("a"), "only integers, slices"),
-    (lambda h: h.cache([0, 99]), "index 99 is out of bounds"),
-    (lambda h: h.cache(0)["embed"], "hook_embed is not in this cache"),
+    (lambda h: h[WRITTEN]["a"], "only integers, slices"),
+    (lambda h: h[WRITTEN][[0, 99]], "index 99 is out of bounds"),
     (lambda h: h[3], "3 was not saved"),
     (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not saved; did you mean"),
     (lambda h: h[WRITTEN][11], "index out of range"),
@@ -294,4 +263,4 @@ def test_unreadable_names_and_indices_are_refused(tmp_path):
         with pytest.raises(ERRORS, match=message):
             read(h)
     assert torch.equal(h["resid_post", 0][:], h[WRITTEN][:])
-    assert torch.equal(h.cache([3, 1])[WRITTEN], h[WRITTEN][[numpy.int64(3), 1]])
+    assert torch.equal(h[WRITTEN][[3, 1]], h[WRITTEN][[numpy.int64(3), 1]])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from tl_devicefix.activation_store.format import (
     MASK,
     NOT_BY_TOKEN,
     TOKEN_MASK,
     TOKENS,
-    Examples,
     Index,
     Stored,
     read_index,
@@ -20,13 +18,8 @@ from tl_devicefix.activation_store.format import (
 )
 from tl_devicefix.activation_store.token_batches import TokenBatches
 from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.devices import CPU, DeviceLike
+from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.placement import placement_of
-from tl_devicefix.types import Model
-
-if TYPE_CHECKING:
-    from transformer_lens import ActivationCache
 
 
 def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
@@ -43,16 +36,6 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
         ValueError: if its index has another version.
     """
     return SavedActivations(Path(directory), read_index(Path(directory)))
-
-
-class _NoModel:
-    """Stands in for the model of a cache without one; its error says what to write."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"this needs model.{name}, but the cache has no model: open it with "
-            "saved.cache(examples, model)"
-        )
 
 
 class SavedActivations:
@@ -86,7 +69,8 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
-            # Import it late, as in `cache`. TransformerLens 2 to 4 have this path.
+            # Import it late: importing TransformerLens takes longer than reading. Versions 2 to 4
+            # have this path.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -108,52 +92,6 @@ class SavedActivations:
     def token_mask(self) -> Stored | None:
         """Which tokens' activations were saved, `[examples, pos]`; None if all were."""
         return self.stored.get(TOKEN_MASK)
-
-    def cache(self, examples: Examples, model: Model | None = None) -> ActivationCache:
-        """Return an ActivationCache of an example (without a batch axis), or of several.
-
-        An entry is read from disk each time that you ask for it. A method that combines entries
-        reads each of those; `to`, `items` and `values` read all.
-
-        Args:
-            examples: an example's number, a slice, or a list of numbers.
-            model: for methods that need one, such as `accumulated_resid`. Activations are
-                read to its first device; without a model, to the CPU.
-
-        Returns:
-            A cache with TransformerLens's names, `[batch, pos, ...]`, or `[pos, ...]` of one
-            example.
-
-        Raises:
-            ValueError: if `token_mask` has left tokens out, or `n_layers` or `d_model` differ.
-            IndexError: if there is no such example.
-        """
-        # Import it late: importing TransformerLens takes longer than reading.
-        from transformer_lens import ActivationCache
-
-        from tl_devicefix.gathering import CacheAtHome
-
-        if self.token_mask is not None:
-            raise ValueError(
-                "an ActivationCache needs all tokens, but token_mask left some out: read "
-                "saved[name] instead"
-            )
-        home = CPU
-        if model is not None:
-            for name in ("n_layers", "d_model"):
-                if (own := getattr(model.cfg, name)) != self.model[name]:
-                    raise ValueError(
-                        f"the activations are of a model with {name}={self.model[name]}, but this "
-                        f"model has {name}={own}: pass the model that computed them"
-                    )
-            placement = placement_of(model)
-            home = placement.home if placement else next(model.parameters()).device
-        numbers = self.tokens.numbers(examples)  # raises if invalid
-        # CacheAtHome calls a partial at each read.
-        reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
-        cache_model: Any = _NoModel() if model is None else model
-        has_batch_dim = not isinstance(numbers, int)
-        return ActivationCache(CacheAtHome(home).of(reads), cache_model, has_batch_dim)
 
     def activations(
         self,

@@ -156,7 +156,7 @@ _INSTEAD = {
     "padding_side": "set model.tokenizer.padding_side before",
     "pos_slice": "give a transform, such as lambda activation: activation[:, -1]",
     "prepend_bos": "give tokens, such as model.to_tokens(texts, prepend_bos=False)",
-    "remove_batch_dim": "read saved[name][3], or saved.cache(3)",
+    "remove_batch_dim": "read saved[name][3]",
 }
 
 

@@ -76,7 +76,7 @@ def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
 
 def why_not_cached(model: Model, name: str) -> str:
     """Say why an activation is not in a cache of a model."""
-    # A cache loaded from disk may have no model.
+    # A cache of saved activations may have no model.
     if hasattr(model, "hook_dict") and not _is_hook_point(model, name):
         return _sentence(model, name)
     return (
