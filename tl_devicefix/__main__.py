@@ -1,4 +1,4 @@
-"""The command line: `estimate`, `activations`, `demo` and `selfcheck`.
+"""The command line: `estimate`, `demo` and `selfcheck`.
 
 Arguments are parsed before large imports, so that help and mistakes appear at once.
 """
@@ -10,7 +10,6 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TypeAlias
 
 from tl_devicefix import __version__
 
@@ -26,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
-    if chosen.command != "activations":  # which needs no TransformerLens
-        _set_up()
+    _set_up()
     try:
         return 0 if run(chosen) else 1
     except expected as error:
@@ -46,9 +44,6 @@ def _set_up() -> None:
     warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
 
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tl_devicefix", description="TransformerLens models across several devices."
@@ -65,18 +60,17 @@ def _parser() -> argparse.ArgumentParser:
     selfcheck.add_argument(
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
     )
-    _add_estimate(commands)
-    _add_activations(commands)
-    return parser
-
-
-def _add_estimate(commands: _Commands) -> None:
     estimate = commands.add_parser(
         "estimate",
         help="what a job takes on each device, and whether it fits; exit status 1 if it does not",
         description="What a job takes on each device, and whether it fits. Nothing is loaded, and "
         "no devices are needed.",
     )
+    _add_options(estimate)
+    return parser
+
+
+def _add_options(estimate: argparse.ArgumentParser) -> None:
     estimate.add_argument("model", help="a name, or a local checkpoint directory")
     estimate.add_argument(
         "--n-devices",
@@ -121,19 +115,6 @@ def _add_estimate(commands: _Commands) -> None:
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
-def _add_activations(commands: _Commands) -> None:
-    activations = commands.add_parser(
-        "activations",
-        help="look at activations on disk; exit status 1 if something is wrong",
-    )
-    activations.add_argument(
-        "action",
-        choices=["info", "verify"],
-        help="info: print what is there; verify: read all, and compare checksums",
-    )
-    activations.add_argument("directory", help="as it was given to tl_devicefix.save_activations")
-
-
 def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
@@ -174,24 +155,8 @@ def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     return run_selfcheck(chosen.device)
 
 
-def _run_activations(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.activation_store.reader import load_activations
-
-    activations = load_activations(chosen.directory)
-    if chosen.action == "info":
-        print(activations)
-        return not activations.missing()
-    wrong, count = activations.verify(), len(activations.index.shards)
-    verdict = f"{count} shard{'s' * (count != 1)}: every shard is as it was written"
-    if wrong:
-        verdict = f"{len(wrong)} of {count} shards are not as they were written"
-    print(*wrong, verdict, sep="\n")
-    return not wrong
-
-
 # Command -> its function, and the errors that are shown without a traceback.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
-    "activations": (_run_activations, (OSError, ValueError)),
     "demo": (_run_demo, (ValueError,)),
     "estimate": (_run_estimate, (TypeError, ValueError)),
     "selfcheck": (_run_selfcheck, (ValueError,)),

@@ -81,7 +81,7 @@ def test_selfcheck_notices_a_corrupted_copy(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--help", "{demo,selfcheck,estimate,activations}"),
+        ("--help", "{demo,selfcheck,estimate}"),
         ("--version", tl_devicefix.__version__),
         ("estimate", "the following arguments are required: model"),
     ],

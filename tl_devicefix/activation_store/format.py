@@ -216,23 +216,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shard_faults(directory: Path, index: Index, checksums: bool) -> Iterator[str]:
-    """Yield a sentence for each shard that differs from what was written.
-
-    Without `checksums`, no file is read: only missing files and wrong sizes are found.
-    """
+def shard_faults(directory: Path, index: Index) -> Iterator[str]:
+    """Yield a sentence for each shard that differs from what was written."""
     for shard in index.shards:
         path = directory / shard.file
         if not path.is_file():
             yield f"{shard.file} is missing"
         elif (size := path.stat().st_size) != shard.bytes:
             yield f"{shard.file} has {size} bytes, but was written with {shard.bytes}"
-        elif checksums and _checksum_of(path) != shard.xxh3_128:
+        elif str(xxh3_128(np.memmap(path, mode="r").data).hexdigest()) != shard.xxh3_128:
             yield f"{shard.file} is damaged: its checksum is not that of what was written"
-
-
-def _checksum_of(path: Path) -> str:
-    return str(xxh3_128(np.memmap(path, mode="r").data).hexdigest())
 
 
 class Stored:
@@ -291,7 +284,7 @@ class Stored:
         # Map it on each call: a caller may change the tensor in place.
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file
-        verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
+        verify = "load_activations(directory).verify() checks all shards"
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 examples = (file.metadata() or {}).get("examples")

@@ -134,10 +134,6 @@ class SavedActivations:
             by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
         )
 
-    def missing(self) -> list[str]:
-        """Return a sentence for each shard whose file is missing or has another size."""
-        return list(shard_faults(self.directory, self.index, checksums=False))
-
     def verify(self) -> list[str]:
         """Read all shards, and compare them with their checksums.
 
@@ -146,7 +142,7 @@ class SavedActivations:
         Returns:
             A sentence for each shard that is not as it was written; empty if all are.
         """
-        return list(shard_faults(self.directory, self.index, checksums=True))
+        return list(shard_faults(self.directory, self.index))
 
     def __repr__(self) -> str:
         index = self.index
@@ -157,6 +153,5 @@ class SavedActivations:
             f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",
             f"{gib(index.n_bytes)} in {shards}, by {versions}",
             *(f"  {stored!r}" for stored in self.stored.values()),
-            *self.missing(),
         ]
         return "\n".join(lines)

@@ -122,10 +122,9 @@ class Saved(SavedActivations):
         """Compare a batch's first `count` rows of tokens and masks with those on disk."""
         for name, rows in beside.items() if count else ():
             if not torch.equal(self.stored[name][start : start + count], rows[:count]):
-                command = f"python -m tl_devicefix activations verify {self.directory}"
                 raise self.differing(
                     f"from example {start} on, batches has other values of {name}, or a shard is "
-                    f"damaged (`{command}` finds it)"
+                    "damaged (load_activations(directory).verify() finds it)"
                 )
 
     def differing(self, difference: str) -> ValueError:
