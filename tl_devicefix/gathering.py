@@ -24,7 +24,6 @@ from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home, move
 from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown, why_not_cached
 from tl_devicefix.dispatch.mixing import JoinedAt, map_entries
-from tl_devicefix.misspelt import UnknownName
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import CPU, DeviceLike, free_memory, printed, with_index
 from tl_devicefix.placement.in_use import chosen_device, gather_on
@@ -288,7 +287,7 @@ def read_one(original: Callable[..., T], self: ActivationCache, *args: object) -
     try:
         activation = original(self, *args)
     except KeyError as error:
-        raise UnknownName(why_not_cached(self.model, error.args[0])) from None
+        raise KeyError(why_not_cached(self.model, error.args[0])) from None
     return activation if device is None else move(activation, device)
 
 

@@ -16,42 +16,12 @@ def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) ->
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-class UnknownName(KeyError):
-    """Raised for an unknown name; the message suggests a near one."""
-
-    def __str__(self) -> str:
-        """Return the message without the quotes that KeyError adds."""
-        return str(self.args[0])
-
-
 def shown(value: object) -> str:
     """Return a value's repr; if it is long, the ends of a text, or the class of another value."""
     text = repr(value)
     if isinstance(value, str) and len(text) > _MAX_LENGTH:
         return f"{text[: _MAX_LENGTH - 20]}...{text[-20:]}"
     return text if len(text) <= _MAX_LENGTH and "\n" not in text else f"a {type(value).__name__}"
-
-
-def check_iterable(called: str, value: object) -> None:
-    """Refuse an argument that cannot be iterated over, before anything runs."""
-    is_iterable = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-    if not is_iterable or isinstance(value, str):
-        raise TypeError(f"{called} must be a list or another iterable, but is {shown(value)}")
-
-
-def which_hook_point(name: object, hook_points: Collection[str]) -> str:
-    """Return the end of a message: a hook point of a similar name, or which blocks there are."""
-    for full_name in hook_points:
-        if full_name.endswith((f".{name}", f".hook_{name}")):
-            return f"; did you mean {full_name!r}, or another of that name?"
-    first, index, *_ = f"{name}..".split(".")
-    numbers = (
-        full_name.split(".")[1] for full_name in hook_points if full_name.startswith(f"{first}.")
-    )
-    last = max((int(number) for number in numbers if number.isdecimal()), default=-1)
-    if index.isdecimal() and -1 < last < int(index):
-        return f"; the model has blocks 0 to {last}"
-    return did_you_mean(name, hook_points, _NEAR)
 
 
 def refuse_unknown(

@@ -24,19 +24,15 @@ def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
     gc.collect()  # models that the frames held have reference cycles
 
 
-def raised_in(error: BaseException) -> str:
-    """Return the top-level package, such as "transformers", of the code that raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
-
-
 def is_own_bug(error: BaseException) -> bool:
     """Return True for an error that is a bug of this package.
 
     Such an error must be raised, not reported as a fault of a file or a model.
     """
     kinds = AssertionError, AttributeError, LookupError, NameError, TypeError
-    return isinstance(error, kinds) and raised_in(error) == "tl_devicefix"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_in = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return isinstance(error, kinds) and raised_in == "tl_devicefix"
 
 
 ON_MIXED_DEVICES = (

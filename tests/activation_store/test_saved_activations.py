@@ -182,8 +182,8 @@ def test_a_transform_in_place_is_seen_in_inference_mode(on_one, batches, run):
 
 IDS = torch.arange(3, 12)
 REFUSED = [
-    ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', .* mean 'blocks.3.hook"),
-    ({"names_filter": "blocks.*.hook_resid_post"}, "a function such as lambda name"),
+    ({"names_filter": [RESID, RESID[:-1]]}, "'blocks.3.hook_resid_pos', which is no hook"),
+    ({"names_filter": "blocks.*.hook_resid_post"}, "lambda name: name.endswith"),
     ({"names_filter": []}, "names_filter selects no activation"),
     ({"stop_at_layer": 2}, "no tensor at blocks.3.hook_resid_post: .* raise stop_at_layer"),
     ({"names_filters": RESID}, "no argument 'names_filters'; did you mean 'names_filter'"),
@@ -201,7 +201,7 @@ REFUSED = [
     ({"names_filter": PATTERN, "token_mask": lambda t: t > 3}, f"leave tokens out of {PATTERN}"),
     ({"token_mask": "attention_mask"}, "batches with an attention_mask, but item 0 has none"),
     ({"data": []}, "batches has no batch"),
-    ({"data": 5}, "batches must be a list or another iterable, but is 5"),
+    ({"data": 5}, "'int' object is not iterable"),
     ({"data": ["w4 w5"]}, "item 0 of batches is a str: give .* a list of texts"),
     ({"data": [IDS[None] / 2]}, r"must be one or more tokens .* of torch\.float32"),
     ({"data": [{"content": "w4"}]}, r"with \['content'\]"),

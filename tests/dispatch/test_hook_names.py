@@ -1,4 +1,4 @@
-"""A misspelt hook point is named with the nearest one, whichever method of a model is given it."""
+"""A misspelt hook point is named, whichever method of a model is given it."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from parameters import in_turn
 from tl_devicefix.monkeypatch.versions import installed
 
 MISSPELT = "blocks.3.hook_resid_pots"
-SENTENCE = f"no hook point '{MISSPELT}'; did you mean 'blocks.3.hook_resid_post'"
+SENTENCE = f"this model has no hook point '{MISSPELT}'; see model.hook_dict"
 HOOKS = [(MISSPELT, print)]
 
 
@@ -30,14 +30,13 @@ ADDING = {
 
 
 @pytest.mark.parametrize("name", ADDING)
-def test_an_unknown_hook_point_is_named_with_the_nearest(name, model_class, model, tokens):
+def test_an_unknown_hook_point_is_named(name, model_class, model, tokens):
     if model_class == BRIDGE and installed().major < 4:
         with pytest.warns(UserWarning, match=f"a hook does not run: .*{SENTENCE}"):
             ADDING[name](model, tokens)  # which TransformerLens 3 ignores
         return
-    with pytest.raises(KeyError, match=SENTENCE) as caught:
+    with pytest.raises(KeyError, match=SENTENCE):
         ADDING[name](model, tokens)
-    assert str(caught.value).startswith("this model has")
 
 
 @pytest.mark.parametrize("given", [(MISSPELT, print), [MISSPELT, print], {MISSPELT: print}])
@@ -50,9 +49,7 @@ def test_hooks_that_are_no_list_of_pairs_are_refused(given, model, tokens):
     ("key", "says", "spread"),
     in_turn(
         [
-            (("resid_pos", 3), "no hook point 'blocks.3.hook_resid_pos'; did you mean 'blocks.3."),
-            (("resid_post", 80), "no hook point 'blocks.80.hook_resid_post'; the model has blocks"),
-            ("blocks.80.hook_out", "no hook point 'blocks.80.hook_out'; the model has blocks 0 to"),
+            (("resid_post", 80), "no hook point 'blocks.80.hook_resid_post'; see model.hook_dict"),
             (("result", 3), r"cache.keys\(\): .* or a setting such as model.set_use_attn_result\("),
             (
                 "blocks.3.hook_resid_pre",
@@ -76,8 +73,6 @@ def test_activations_that_are_not_cached_are_named_with_why(
     ("names_filter", "says"),
     [
         ([MISSPELT, "hook_embed"], SENTENCE),
-        (["resid_post", "hook_embed"], "did you mean 'blocks.0.hook_resid_post', or an"),
-        (["blocks.80.hook_resid_post", "hook_embed"], "; the model has blocks 0 to"),
         (lambda name: name == MISSPELT, "names_filter selects no hook point"),
     ],
 )

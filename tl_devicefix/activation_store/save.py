@@ -35,7 +35,6 @@ from tl_devicefix.activation_store.selection import (
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
-from tl_devicefix.misspelt import check_iterable
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
 from tl_devicefix.placement.memory import gib, parse_bytes
@@ -128,7 +127,6 @@ def save_activations(
                 "batch"
             )
     directory = Path(directory)
-    check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
     # Inference tensors do not say if a transform changes them.

@@ -21,7 +21,7 @@ from tl_devicefix.activation_store.format import (
     dtype_name,
 )
 from tl_devicefix.gathering import CacheAtHome
-from tl_devicefix.misspelt import did_you_mean, shown, which_hook_point
+from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model
 
@@ -162,10 +162,8 @@ def checked_names(
     for name in names:
         if name not in model.hook_dict:  # `run_with_cache` would ignore it
             raise ValueError(
-                f"names_filter has {shown(name)}, which is no hook point of this model (names are "
-                "in model.hook_dict; a function such as "
-                'lambda name: name.endswith("hook_resid_post") '
-                f"selects several){which_hook_point(name, model.hook_dict)}"
+                f"names_filter has {shown(name)}, which is no hook point of this model: names are "
+                'in model.hook_dict; lambda name: name.endswith("hook_resid_post") selects several'
             )
     return names
 

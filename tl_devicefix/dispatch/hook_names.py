@@ -1,4 +1,4 @@
-"""Suggest a name if a hook, or a cache's filter, names a hook point that the model lacks."""
+"""Report a hook, or a name in a cache's filter, of a hook point that the model lacks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TypeVar
 
 from transformer_lens.hook_points import NamesFilter
 
-from tl_devicefix.misspelt import UnknownName, shown, which_hook_point
+from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
 
-_WHY = "an error that suggests a hook point's name"
+_WHY = "an error that names an unknown hook point"
 
 
 @patches("HookedTransformer", takes="self fwd_hooks bwd_hooks", why=_WHY)
 @patches("TransformerBridge", takes="self fwd_hooks bwd_hooks", why=_WHY)
 def hooks(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
-    """Wrap `hooks`: check the names, and suggest one for an unknown name.
+    """Wrap `hooks`: check the names.
 
     Raises:
         KeyError: if the model has no hook point of that name. For TransformerLens 3's Bridge,
@@ -45,8 +45,8 @@ def _check_hooks(model: Model, args: tuple[object, ...], kwargs: dict[str, objec
         modules = vars(model).get("mod_dict", {})  # a HookedTransformer's; `hooks` rejects modules
         if not _is_hook_point(model, name) and name not in modules:
             if modules or installed().major > 3:
-                raise UnknownName(_sentence(model, name))
-            warnings.warn(f"a hook does not run: {_sentence(model, name)}", stacklevel=4)
+                raise KeyError(_sentence(name))
+            warnings.warn(f"a hook does not run: {_sentence(name)}", stacklevel=4)
 
 
 @patches("TransformerBridge", takes="self input fwd_hooks bwd_hooks", why=_WHY)
@@ -61,7 +61,7 @@ def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
     names = [names_filter] if isinstance(names_filter, str) else names_filter
     for name in names if isinstance(names, list) else ():
         if not _is_hook_point(model, name):
-            warnings.warn(f"names_filter: {_sentence(model, name)}", stacklevel=4)
+            warnings.warn(f"names_filter: {_sentence(name)}", stacklevel=4)
 
 
 def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
@@ -78,7 +78,7 @@ def why_not_cached(model: Model, name: str) -> str:
     """Say why an activation is not in a cache of a model."""
     # A cache of saved activations may have no model.
     if hasattr(model, "hook_dict") and not _is_hook_point(model, name):
-        return _sentence(model, name)
+        return _sentence(name)
     return (
         f"{name} is not in this cache, see cache.keys(): names_filter or stop_at_layer left it "
         "out, or a setting such as model.set_use_attn_result(True) turns it on before you run"
@@ -92,6 +92,5 @@ def _is_hook_point(model: Model, name: object) -> bool:
     return not isinstance(name, str) or name in made or name in model.hook_dict
 
 
-def _sentence(model: Model, name: object) -> str:
-    near = which_hook_point(name, model.hook_dict) or "; see model.hook_dict"
-    return f"this model has no hook point {shown(name)}{near}"
+def _sentence(name: object) -> str:
+    return f"this model has no hook point {shown(name)}; see model.hook_dict"

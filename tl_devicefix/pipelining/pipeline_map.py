@@ -35,7 +35,7 @@ from tl_devicefix.dispatch.scheduler import (
 )
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import applies_dropout
-from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
+from tl_devicefix.misspelt import refuse_unknown, shown
 from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.devices import stamp
 from tl_devicefix.placement.elsewhere import TensorElsewhere
@@ -107,7 +107,6 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    check_iterable("items", items)
     adapter_of(model)  # raises for anything but a model
     max_in_flight = n_in_flight(model, max_in_flight)
     total = length_hint(items) or None  # None: unknown
