@@ -22,7 +22,6 @@ from transformer_lens.SVDInterpreter import SVDInterpreter
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home, move
-from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown, why_not_cached
 from tl_devicefix.dispatch.mixing import JoinedAt, map_entries
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import CPU, DeviceLike, free_memory, printed, with_index
@@ -270,24 +269,16 @@ def caching_at_home(original: Callable[..., T], self: Model, *args: object, **kw
     device gets a plain dict, and a dict that the caller passes is used as it is.
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
-    names_filter = call.arguments.get("names_filter")
-    warn_of_unknown(self, names_filter)
     if call.arguments.get("cache") is None:
         call.arguments["cache"] = cache_for(self, call.arguments.get("device"))
-    result = original(*call.args, **call.kwargs)
-    if isinstance(result, tuple):  # `add_caching_hooks` returns no hooks
-        warn_of_empty(names_filter, result[1])
-    return result
+    return original(*call.args, **call.kwargs)
 
 
 @patches("ActivationCache", "__getitem__", takes="self key", why=_READ)
 def read_one(original: Callable[..., T], self: ActivationCache, *args: object) -> T:
     """Wrap `ActivationCache.__getitem__`: read at home, even from a plain dict."""
     device = _read_on(self)
-    try:
-        activation = original(self, *args)
-    except KeyError as error:
-        raise KeyError(why_not_cached(self.model, error.args[0])) from None
+    activation = original(self, *args)
     return activation if device is None else move(activation, device)
 
 
