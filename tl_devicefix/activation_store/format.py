@@ -23,6 +23,7 @@ from xxhash import xxh3_128
 
 VERSION = 4
 INDEX = "index.json"
+LOCK = ".tl_devicefix.lock"
 TEMPORARY = ".part"  # the suffix of files that are not complete
 
 TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "token_mask"  # beside activations

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
-from transformer_lens.patching import utils
 
 from tl_devicefix.activation_store.format import (
     CODES,
@@ -182,30 +181,15 @@ class TokenBatch(NamedTuple):
         return self.stored.get(TOKEN_MASK)
 
 
-def read_batches(
-    items: Iterable[object], model: Model, selection: Selection
-) -> Iterator[TokenBatch]:
+def read_batches(items: Iterable[object], selection: Selection) -> Iterator[TokenBatch]:
     """Yield the batches that a user gives; see `save_activations`."""
     for number, item in enumerate(items):
         inputs, mask = _tokens_and_mask(item, number)
-        if isinstance(inputs, list):
-            inputs = model.to_tokens(inputs)
-            bos = model.cfg.default_prepend_bos
-            assert model.tokenizer is not None  # `to_tokens` has used it
-            # TransformerLens's mask keeps a BOS token that is also the padding token.
-            mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
-            mask = None if mask.all() else mask  # the forward is faster without a mask
-        elif mask is None and isinstance(how := selection.token_mask, str):
+        if mask is None and isinstance(how := selection.token_mask, str):
             raise ValueError(
                 f"token_mask={how!r} needs batches with an attention_mask, but item {number} has "
-                "none: give dicts with one, or texts, or "
+                "none: give dicts with one, or "
                 "token_mask=lambda tokens: tokens != model.tokenizer.pad_token_id"
-            )
-        if inputs.dim() != 2 or not inputs.numel() or inputs.is_floating_point():
-            raise ValueError(
-                "a batch must be one or more tokens [batch, pos], but is "
-                f"{list(inputs.shape)} of {inputs.dtype}: "
-                "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
         inputs = inputs.clone()  # a loader may reuse the memory for its next batch
         mask = None if mask is None else _as_tensor(mask).clone()
@@ -235,11 +219,11 @@ _NOT_PASSED_ON = (
 )
 
 
-def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tensor, object]:
-    """Return the tokens or texts of an item, and its mask."""
-    tokens, mask = item, None
+def _tokens_and_mask(item: object, number: int) -> tuple[torch.Tensor, object]:
+    """Return the tokens `[batch, pos]` of an item, and its mask."""
+    given, mask = item, None
     if isinstance(item, Mapping):
-        tokens, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
+        given, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
         for name in _NOT_PASSED_ON:
             value = item.get(name)
             # Many tokenizers give a mask of types that is all zeros.
@@ -249,21 +233,21 @@ def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tenso
                     f"remove them, or pass {name}=... to save_activations if they are the same for "
                     "all batches"
                 )
-    elif isinstance(item, (list, tuple)) and len(item) and isinstance(item[0], str):
-        return list(item), None
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
-        (tokens,) = item  # as from a DataLoader of a TensorDataset
+        (given,) = item  # as from a DataLoader of a TensorDataset
     try:
-        tokens = _as_tensor(tokens)
+        tokens = _as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
-        tokens = torch.tensor(0)  # refused below, as a number is
-    if not tokens.dim():
         kind = f"dict with {sorted(item)}" if isinstance(item, Mapping) else type(item).__name__
-        raise TypeError(
-            f"item {number} of batches is a {kind}: give tokens [batch, pos], a list of texts, or "
-            'a dict with "tokens" or "input_ids", and "attention_mask" if there is padding'
-        )
-    return tokens, mask
+    else:
+        kind = f"tensor {list(tokens.shape)} of {tokens.dtype}"
+        if tokens.dim() == 2 and tokens.numel() and not tokens.is_floating_point():
+            return tokens, mask
+    raise TypeError(
+        f"item {number} of batches is a {kind}: give tokens [batch, pos], such as "
+        'model.to_tokens(texts), or a dict with "tokens" or "input_ids", and "attention_mask" if '
+        "there is padding"
+    )
 
 
 def _transformed(name: str, activation: torch.Tensor, transform: Transform) -> torch.Tensor:
