@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
-        "demo", help="load the shipped checkpoint across several devices and look at its heads"
+        "demo", help="run the shipped checkpoint across several devices, and compare it"
     )
     demo.add_argument("--n-devices", type=int, default=4, help="default: %(default)s")
     selfcheck = commands.add_parser(
