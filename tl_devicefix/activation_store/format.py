@@ -77,11 +77,6 @@ class Shard:
     bytes: int
     xxh3_128: str  # a checksum that is fast enough to compute during the write
 
-    @property
-    def examples(self) -> str:
-        """The range of examples, as written in the file's metadata."""
-        return f"{self.start}:{self.stop}"
-
     def rows(self, entry: StoredTensor) -> int:
         """Return the number of an entry's rows in this shard."""
         return self.tokens if entry.axis == "token" else self.stop - self.start
@@ -259,7 +254,7 @@ class Stored:
         return f"{self.entry.name}: {self.entry.dtype} {list(self.shape)}"
 
     def __getitem__(self, index: Examples) -> torch.Tensor:
-        numbers = self.numbers(index)
+        numbers = self._numbers(index)
         if isinstance(numbers, int):
             (rows,) = self._pieces([numbers])
             return rows if self.entry.axis == "token" else rows[0]
@@ -268,13 +263,13 @@ class Stored:
         empty = torch.empty((0, *self.entry.shape), dtype=self.dtype, device="cpu")
         return pieces[0] if len(pieces) == 1 else torch.cat([empty, *pieces])
 
-    def numbers(self, index: Examples) -> int | Sequence[int]:
+    def _numbers(self, index: Examples) -> int | Sequence[int]:
         """Resolve an index to an example's number, or to several, as Python and numpy do."""
         index = index.tolist() if isinstance(index, torch.Tensor) else index
         if isinstance(index, int | slice):
             return range(len(self))[index]
         numbers = np.arange(len(self))[index]
-        if isinstance(index, tuple) or index is Ellipsis or numbers.ndim > 1:
+        if isinstance(index, tuple) or numbers.ndim > 1:
             raise IndexError(
                 f"{self.entry.name} is indexed by examples only: saved[name][3:7][:, 0]"
             )
@@ -290,7 +285,8 @@ class Stored:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 examples = (file.metadata() or {}).get("examples")
                 rows: torch.Tensor = file.get_tensor(entry.name)
-            expected = shard.examples, entry.torch_dtype, (shard.rows(entry), *entry.shape)
+            shape = shard.rows(entry), *entry.shape
+            expected = f"{shard.start}:{shard.stop}", entry.torch_dtype, shape
             # A file copied from another directory has a valid header too.
             if (examples, rows.dtype, rows.shape) != expected:
                 raise SafetensorError("it is not the one in the index")

@@ -16,7 +16,7 @@ from tl_devicefix.activation_store.format import (
     read_index,
     shard_faults,
 )
-from tl_devicefix.activation_store.token_batches import TokenBatches
+from tl_devicefix.activation_store.token_batches import Groups, TokenBatches
 from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import gib
@@ -99,7 +99,7 @@ class SavedActivations:
         batch_size: int = 4096,
         shuffle: bool = True,
         seed: int = 0,
-        device: DeviceLike | None = None,
+        device: DeviceLike = "cpu",
         epochs: int | None = 1,
     ) -> TokenBatches:
         """Return batches of tokens' activations, for SAELens's SAETrainer or dictionary_learning.
@@ -110,7 +110,7 @@ class SavedActivations:
             shuffle: True for a random order, each token once an epoch (`TokenBatches` says how);
                 False for the order on disk.
             seed: the seed of the order.
-            device: the device of the batches; by default the CPU.
+            device: the device of the batches.
             epochs: the number of epochs; None for batches without end.
 
         Returns:
@@ -120,19 +120,13 @@ class SavedActivations:
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape
+        # [examples, pos, ...], unless `transform` removed the token axis
+        by_token = len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN)
         # A save that was interrupted early has no shards.
         largest = max((shard.bytes for shard in self.index.shards), default=1)
-        return TokenBatches(
-            stored,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            device=device,
-            epochs=epochs,
-            group_bytes=largest // 2,  # three groups and the batches take less than two shards
-            # [examples, pos, ...], unless `transform` removed the token axis
-            by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
-        )
+        # Three groups and the batches take less than two shards.
+        groups = Groups(stored, by_token, largest // 2, shuffle, seed)
+        return TokenBatches(groups, batch_size, device, epochs)
 
     def verify(self) -> list[str]:
         """Read all shards, and compare them with their checksums.

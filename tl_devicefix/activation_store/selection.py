@@ -42,15 +42,6 @@ class Selection:
     transform: Transform | Mapping[str, Transform] | None
     token_mask: TokenMask | None
 
-    def __post_init__(self) -> None:
-        mask = self.token_mask
-        # Check the type first: `==` on a tensor compares its elements.
-        is_name = isinstance(mask, str) and mask == "attention_mask"
-        if not (mask is None or is_name or callable(mask)):
-            raise ValueError(
-                f"token_mask must be 'attention_mask' or a function of tokens, but is {shown(mask)}"
-            )
-
     def saved_tokens(
         self, tokens: Int[torch.Tensor, "batch pos"], mask: Bool[torch.Tensor, "batch pos"]
     ) -> Bool[torch.Tensor, "batch pos"] | None:
