@@ -23,12 +23,12 @@ from transformer_lens.SVDInterpreter import SVDInterpreter
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home, move
 from tl_devicefix.dispatch.mixing import JoinedAt, map_entries
+from tl_devicefix.errors import noting_mixed_devices
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import CPU, DeviceLike, free_memory, printed, with_index
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement, placement_of
-from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
 T = TypeVar("T")

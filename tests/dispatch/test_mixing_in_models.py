@@ -13,7 +13,7 @@ from comparison import assert_agrees
 from devices import device
 
 import tl_devicefix
-from tl_devicefix.tracebacks import ON_MIXED_DEVICES
+from tl_devicefix.errors import ON_MIXED_DEVICES
 
 PAGE = "Run single-device code"
 HAS_NOTES = sys.version_info >= (3, 11)

@@ -17,7 +17,7 @@ from tl_devicefix.activation_store.format import (
     shard_faults,
 )
 from tl_devicefix.activation_store.token_batches import Groups, TokenBatches
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.errors import did_you_mean
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import gib
 

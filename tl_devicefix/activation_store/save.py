@@ -37,10 +37,10 @@ from tl_devicefix.activation_store.selection import (
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
+from tl_devicefix.errors import note
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
 from tl_devicefix.placement.memory import parse_bytes
-from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from tl_devicefix.activation_store.format import (
     StoredTensor,
     dtype_name,
 )
+from tl_devicefix.errors import did_you_mean, shown
 from tl_devicefix.gathering import CacheAtHome
-from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model
 

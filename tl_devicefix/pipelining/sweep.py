@@ -35,8 +35,8 @@ from tl_devicefix.dispatch.carrying import (
 )
 from tl_devicefix.dispatch.mixing import tensor_bytes
 from tl_devicefix.dispatch.naming import each_module
+from tl_devicefix.errors import note, shown
 from tl_devicefix.fusing.listening import hooks_of
-from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
 from tl_devicefix.pipelining.launching import launch_all, may_launch_ahead
@@ -52,7 +52,6 @@ from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import placement_of
-from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 MAX_KEPT_BYTES = 2**29

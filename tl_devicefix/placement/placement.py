@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.errors import did_you_mean
 from tl_devicefix.placement.devices import (
     CPU,
     DeviceLike,
