@@ -83,30 +83,28 @@ class Selection:
             # One row for all examples, such as a Bridge's rotary tables: [1, ...] -> [batch, ...]
             if activation.shape[:1] == (1,):
                 activation = activation.expand(len(batch.inputs), *activation.shape[1:])
+            is_by_token = not name.endswith(NOT_BY_TOKEN)
             if (transform := by_name.get(name)) is not None:
-                activation = _transformed(name, activation, transform)
-            elif batch.saved is not None and name.endswith(NOT_BY_TOKEN):
-                raise _not_by_token(name, activation)
-            activations[name] = self._selected(name, activation, batch.saved)
+                activation, is_by_token = _transformed(name, activation, transform), True
+            if self.dtype is not None and activation.is_floating_point():  # not masks or indices
+                activation = activation.to(self.dtype)
+            if (saved := batch.saved) is not None:
+                if not is_by_token or activation.shape[:2] != saved.shape:
+                    raise ValueError(
+                        f"token_mask cannot leave tokens out of {name}, which is "
+                        f"{list(activation.shape)} and not [batch, pos, ...]: remove it from "
+                        "names_filter, or save it without token_mask"
+                    )
+                # [batch, pos, ...] -> [saved_tokens, ...]
+                rows = saved.flatten().nonzero().flatten().to(activation.device)
+                activation = activation.flatten(0, 1).index_select(0, rows)
+            activations[name] = activation
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
         # Ask again: a Bridge caches some activations under a second name too.
         asked = self.names_filter
         return asked is None or bool(asked(name) if callable(asked) else name in asked)
-
-    def _selected(
-        self, name: str, activation: torch.Tensor, saved: torch.Tensor | None
-    ) -> torch.Tensor:
-        if self.dtype is not None and activation.is_floating_point():  # not masks or indices
-            activation = activation.to(self.dtype)
-        if saved is None:
-            return activation
-        if activation.shape[:2] != saved.shape:
-            raise _not_by_token(name, activation)
-        # [batch, pos, ...] -> [saved_tokens, ...]
-        rows = saved.flatten().nonzero().flatten().to(activation.device)
-        return activation.flatten(0, 1).index_select(0, rows)
 
     def entries_of(
         self, tensors: Mapping[str, torch.Tensor], batch: TokenBatch
@@ -251,10 +249,3 @@ def _transformed(name: str, activation: torch.Tensor, transform: Transform) -> t
     if not isinstance(result, torch.Tensor):
         raise TypeError(f"transform must return a tensor, but returned {shown(result)}: {name}")
     return result
-
-
-def _not_by_token(name: str, activation: torch.Tensor) -> ValueError:
-    return ValueError(
-        f"token_mask cannot leave tokens out of {name}, which is {list(activation.shape)} and not "
-        "[batch, pos, ...]: remove it from names_filter, or save it without token_mask"
-    )
