@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Callable
 
 from tl_devicefix import __version__
@@ -25,23 +24,18 @@ def main(arguments: list[str] | None = None) -> int:
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
-    _set_up()
-    try:
-        return 0 if run(chosen) else 1
-    except expected as error:
-        print(error, file=sys.stderr)
-        return 2  # argparse's status for wrong arguments
 
-
-def _set_up() -> None:
     import transformers.utils.logging as hf_logging
 
     from tl_devicefix.patches import enable
 
     enable()  # even with TL_DEVICEFIX_DISABLE: a command is an explicit request
     hf_logging.disable_progress_bar()
-    # TransformerLens 3 warns at each load that HookedTransformer is deprecated.
-    warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
+    try:
+        return 0 if run(chosen) else 1
+    except expected as error:
+        print(error, file=sys.stderr)
+        return 2  # argparse's status for wrong arguments
 
 
 def _parser() -> argparse.ArgumentParser:
