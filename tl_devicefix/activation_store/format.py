@@ -109,11 +109,6 @@ class Index:
         """The number of stored examples."""
         return self.shards[-1].stop if self.shards else 0
 
-    @property
-    def n_bytes(self) -> int:
-        """The size of all shards."""
-        return sum(shard.bytes for shard in self.shards)
-
 
 def shard_name(number: int) -> str:
     """Return the name of a shard's file."""
@@ -210,18 +205,6 @@ def write_shard(path: Path, pieces: Pieces, start: int, stop: int) -> tuple[int,
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name in torch, without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def shard_faults(directory: Path, index: Index) -> Iterator[str]:
-    """Yield a sentence for each shard that differs from what was written."""
-    for shard in index.shards:
-        path = directory / shard.file
-        if not path.is_file():
-            yield f"{shard.file} is missing"
-        elif (size := path.stat().st_size) != shard.bytes:
-            yield f"{shard.file} has {size} bytes, but was written with {shard.bytes}"
-        elif str(xxh3_128(np.memmap(path, mode="r").data).hexdigest()) != shard.xxh3_128:
-            yield f"{shard.file} is damaged: its checksum is not that of what was written"
 
 
 class Stored:

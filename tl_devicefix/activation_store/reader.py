@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from xxhash import xxh3_128
+
 from tl_devicefix.activation_store.format import (
     MASK,
     NOT_BY_TOKEN,
@@ -14,7 +17,6 @@ from tl_devicefix.activation_store.format import (
     Index,
     Stored,
     read_index,
-    shard_faults,
 )
 from tl_devicefix.activation_store.token_batches import Groups, TokenBatches
 from tl_devicefix.errors import did_you_mean
@@ -136,16 +138,25 @@ class SavedActivations:
         Returns:
             A sentence for each shard that is not as it was written; empty if all are.
         """
-        return list(shard_faults(self.directory, self.index))
+        wrong = []
+        for shard in self.index.shards:
+            path = self.directory / shard.file
+            if not path.is_file():
+                wrong.append(f"{shard.file} is missing")
+            elif (
+                path.stat().st_size != shard.bytes
+                or xxh3_128(np.memmap(path, mode="r").data).hexdigest() != shard.xxh3_128
+            ):
+                wrong.append(f"{shard.file} is damaged: it is not as it was written")
+        return wrong
 
     def __repr__(self) -> str:
         index = self.index
         state = "complete" if self.is_complete else "not complete: save the rest with resume=True"
         versions = ", ".join(f"{name} {version}" for name, version in index.made_by.items())
-        shards = f"{len(index.shards)} shards" if len(index.shards) != 1 else "1 shard"
         lines = [
             f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",
-            f"{gib(index.n_bytes)} in {shards}, by {versions}",
+            f"{gib(sum(shard.bytes for shard in index.shards))}, by {versions}",
             *(f"  {stored!r}" for stored in self.stored.values()),
         ]
         return "\n".join(lines)
