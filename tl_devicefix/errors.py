@@ -102,9 +102,6 @@ def noting_mixed_devices() -> Iterator[None]:
 
 
 def note_mixed_devices(error: RuntimeError) -> None:
-    """Append the remedy to the message of an error about several devices."""
-    about_devices = "same device" in str(error) or "expected device" in str(error)
-    is_noted = ON_MIXED_DEVICES in str(error)
-    if about_devices and not is_noted:
-        # Change the message: the notes of `note` are lost where `str(error)` is logged.
-        error.args = (f"{error}\n{ON_MIXED_DEVICES}",)
+    """Add the remedy to an error, if it is about several devices."""
+    if "same device" in str(error) or "expected device" in str(error):
+        note(error, ON_MIXED_DEVICES)
