@@ -99,8 +99,7 @@ def prompt_tokens() -> torch.Tensor:
     """Return the prompts' tokens, all equally long."""
     from transformers import AutoTokenizer
 
-    from tl_devicefix.demo.demo import CHECKPOINT
-    from tl_devicefix.demo.recall_task import recall_prompts
+    from tl_devicefix.demo.demo import CHECKPOINT, recall_prompts
 
     texts = [prompt.text for prompt in recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)]
     tokens: torch.Tensor = AutoTokenizer.from_pretrained(CHECKPOINT)(

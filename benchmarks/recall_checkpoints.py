@@ -69,7 +69,7 @@ def train(checkpoint: str) -> tuple[Any, dict[str, Any]]:
     """Train a Qwen2 or a Pythia on the recall task. Return the model, and its figures."""
     import train_recall as recall
 
-    from tl_devicefix.demo.recall_task import recall_prompts
+    from tl_devicefix.demo.demo import recall_prompts
 
     torch.manual_seed(SEED)
     model = build_model(checkpoint)

@@ -74,8 +74,8 @@ def prompt_tokens() -> torch.Tensor:
         N_FACTS,
         N_PROMPTS,
         SEED,
+        recall_prompts,
     )
-    from tl_devicefix.demo.recall_task import recall_prompts
 
     texts = [prompt.text for prompt in recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)]
     tokens: torch.Tensor = AutoTokenizer.from_pretrained(CHECKPOINT)(

@@ -7,9 +7,15 @@ from pathlib import Path
 import torch
 
 from tl_devicefix import load_activations
-from tl_devicefix.activation_store.format import MASK, TOKENS, Index, StoredTensor, write_index
+from tl_devicefix.activation_store.format import (
+    LOCK,
+    MASK,
+    TOKENS,
+    Index,
+    StoredTensor,
+    write_index,
+)
 from tl_devicefix.activation_store.reader import SavedActivations
-from tl_devicefix.activation_store.resume import LOCK
 from tl_devicefix.activation_store.writer import Copied, Writer
 
 RESID, REDUCED = "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from tl_devicefix.misspelt import did_you_mean
+from tl_devicefix.errors import did_you_mean
 
 if TYPE_CHECKING:
     from tl_devicefix.activation_store.reader import load_activations as load_activations

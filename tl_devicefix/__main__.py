@@ -1,4 +1,4 @@
-"""The command line: `estimate`, `activations`, `demo` and `selfcheck`.
+"""The command line: `estimate`, `demo` and `selfcheck`.
 
 Arguments are parsed before large imports, so that help and mistakes appear at once.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Callable
-from typing import TypeAlias
 
 from tl_devicefix import __version__
 
@@ -26,27 +24,18 @@ def main(arguments: list[str] | None = None) -> int:
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
-    if chosen.command != "activations":  # which needs no TransformerLens
-        _set_up()
-    try:
-        return 0 if run(chosen) else 1
-    except expected as error:
-        print(error, file=sys.stderr)
-        return 2  # argparse's status for wrong arguments
 
-
-def _set_up() -> None:
     import transformers.utils.logging as hf_logging
 
     from tl_devicefix.patches import enable
 
     enable()  # even with TL_DEVICEFIX_DISABLE: a command is an explicit request
     hf_logging.disable_progress_bar()
-    # TransformerLens 3 warns at each load that HookedTransformer is deprecated.
-    warnings.filterwarnings("ignore", message=".*HookedTransformer", category=DeprecationWarning)
-
-
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+    try:
+        return 0 if run(chosen) else 1
+    except expected as error:
+        print(error, file=sys.stderr)
+        return 2  # argparse's status for wrong arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
-        "demo", help="load the shipped checkpoint across several devices and look at its heads"
+        "demo", help="run the shipped checkpoint across several devices, and compare it"
     )
     demo.add_argument("--n-devices", type=int, default=4, help="default: %(default)s")
     selfcheck = commands.add_parser(
@@ -65,18 +54,17 @@ def _parser() -> argparse.ArgumentParser:
     selfcheck.add_argument(
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'
     )
-    _add_estimate(commands)
-    _add_activations(commands)
-    return parser
-
-
-def _add_estimate(commands: _Commands) -> None:
     estimate = commands.add_parser(
         "estimate",
         help="what a job takes on each device, and whether it fits; exit status 1 if it does not",
         description="What a job takes on each device, and whether it fits. Nothing is loaded, and "
         "no devices are needed.",
     )
+    _add_options(estimate)
+    return parser
+
+
+def _add_options(estimate: argparse.ArgumentParser) -> None:
     estimate.add_argument("model", help="a name, or a local checkpoint directory")
     estimate.add_argument(
         "--n-devices",
@@ -121,19 +109,6 @@ def _add_estimate(commands: _Commands) -> None:
     estimate.add_argument("--json", action="store_true", help="print JSON, in bytes")
 
 
-def _add_activations(commands: _Commands) -> None:
-    activations = commands.add_parser(
-        "activations",
-        help="look at activations on disk; exit status 1 if something is wrong",
-    )
-    activations.add_argument(
-        "action",
-        choices=["info", "verify"],
-        help="info: print what is there; verify: read all, and compare checksums",
-    )
-    activations.add_argument("directory", help="as it was given to tl_devicefix.save_activations")
-
-
 def _number(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
@@ -174,24 +149,8 @@ def _run_selfcheck(chosen: argparse.Namespace) -> bool:
     return run_selfcheck(chosen.device)
 
 
-def _run_activations(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.activation_store.reader import load_activations
-
-    activations = load_activations(chosen.directory)
-    if chosen.action == "info":
-        print(activations)
-        return not activations.missing()
-    wrong, count = activations.verify(), len(activations.index.shards)
-    verdict = f"{count} shard{'s' * (count != 1)}: every shard is as it was written"
-    if wrong:
-        verdict = f"{len(wrong)} of {count} shards are not as they were written"
-    print(*wrong, verdict, sep="\n")
-    return not wrong
-
-
 # Command -> its function, and the errors that are shown without a traceback.
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
-    "activations": (_run_activations, (OSError, ValueError)),
     "demo": (_run_demo, (ValueError,)),
     "estimate": (_run_estimate, (TypeError, ValueError)),
     "selfcheck": (_run_selfcheck, (ValueError,)),

@@ -22,15 +22,13 @@ from transformer_lens.SVDInterpreter import SVDInterpreter
 
 from tl_devicefix.around import Args, Forward, Kwargs
 from tl_devicefix.dispatch.carrying import bring_home, move
-from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown, why_not_cached
 from tl_devicefix.dispatch.mixing import JoinedAt, map_entries
-from tl_devicefix.misspelt import UnknownName
+from tl_devicefix.errors import noting_mixed_devices
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.placement.devices import CPU, DeviceLike, free_memory, printed, with_index
 from tl_devicefix.placement.in_use import chosen_device, gather_on
 from tl_devicefix.placement.memory import gib
 from tl_devicefix.placement.placement import Placement, placement_of
-from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
 T = TypeVar("T")
@@ -189,8 +187,7 @@ def stacked_key_value_heads(
 class CacheAtHome(dict[str, torch.Tensor]):
     """A cache of activations that stores each tensor where it was computed and reads it at home.
 
-    A `functools.partial` stands for a tensor on disk: each read calls it. `SVDInterpreter` and a
-    Bridge's `get_params` keep weights in this class, too.
+    `SVDInterpreter` and a Bridge's `get_params` keep weights in this class, too.
     """
 
     def __init__(self, home: torch.device) -> None:
@@ -203,11 +200,11 @@ class CacheAtHome(dict[str, torch.Tensor]):
         return chosen_device() or self._home
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return move(_read(super().__getitem__(name)), self.home)
+        return move(super().__getitem__(name), self.home)
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the tensors where they were computed, as a plain dict."""
-        return {name: _read(value) for name, value in super().items()}
+        return dict(super().items())
 
     def __iter__(self) -> Iterator[str]:
         # Without this override, dict(cache) and {**cache} would bypass __getitem__.
@@ -218,12 +215,12 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def pop(self, name: str, *default: Any) -> Any:
         """Return a tensor as `dict.pop` does, at home."""
-        return move(_read(super().pop(name, *default)), self.home)
+        return move(super().pop(name, *default), self.home)
 
     def popitem(self) -> tuple[str, torch.Tensor]:
         """Return a name and a tensor as `dict.popitem` does, at home."""
         name, value = super().popitem()
-        return name, move(_read(value), self.home)
+        return name, move(value, self.home)
 
     if not TYPE_CHECKING:  # their types are those of dict's methods
         # dict's own methods bypass `__getitem__`.
@@ -232,7 +229,7 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def copy(self) -> CacheAtHome:
         """Return a shallow copy with the same home."""
-        return self.of(dict(super().items()))
+        return self.of(self.stored())
 
     __copy__ = copy  # otherwise `copy.copy` would use __reduce_ex__
 
@@ -248,10 +245,6 @@ class CacheAtHome(dict[str, torch.Tensor]):
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # Pickle it as an OrderedDict: torch.load(weights_only=True) refuses this class.
         return OrderedDict, (), None, None, iter(self.items())
-
-
-def _read(value: Any) -> Any:
-    return value() if isinstance(value, functools.partial) else value
 
 
 def cache_for(model: Model, device: DeviceLike | None = None) -> CacheAtHome | None:
@@ -276,24 +269,16 @@ def caching_at_home(original: Callable[..., T], self: Model, *args: object, **kw
     device gets a plain dict, and a dict that the caller passes is used as it is.
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
-    names_filter = call.arguments.get("names_filter")
-    warn_of_unknown(self, names_filter)
     if call.arguments.get("cache") is None:
         call.arguments["cache"] = cache_for(self, call.arguments.get("device"))
-    result = original(*call.args, **call.kwargs)
-    if isinstance(result, tuple):  # `add_caching_hooks` returns no hooks
-        warn_of_empty(names_filter, result[1])
-    return result
+    return original(*call.args, **call.kwargs)
 
 
 @patches("ActivationCache", "__getitem__", takes="self key", why=_READ)
 def read_one(original: Callable[..., T], self: ActivationCache, *args: object) -> T:
     """Wrap `ActivationCache.__getitem__`: read at home, even from a plain dict."""
     device = _read_on(self)
-    try:
-        activation = original(self, *args)
-    except KeyError as error:
-        raise UnknownName(why_not_cached(self.model, error.args[0])) from None
+    activation = original(self, *args)
     return activation if device is None else move(activation, device)
 
 

@@ -35,7 +35,7 @@ def table() -> tuple[Patch, ...]:
     """
     check_version()
     # Import these late: an unsupported version may lack names that they import.
-    for module in ("dispatch.hook_names", "dispatch.mixing", "gathering", "pipelining.patching"):
+    for module in ("dispatch.mixing", "gathering", "pipelining.patching"):
         importlib.import_module(f"tl_devicefix.{module}")
     from tl_devicefix.adapters import adapters
 

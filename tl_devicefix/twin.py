@@ -35,10 +35,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
+from tl_devicefix.errors import is_own_bug
 from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import EmptyOnMeta, OwnRandomNumbers
 from tl_devicefix.placement.workers import one_load
-from tl_devicefix.tracebacks import is_own_bug
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Train the small Llama checkpoint that ships in ``tl_devicefix/demo/recall_checkpoint``.
 
-What it learns is in-context recall (see ``tl_devicefix/demo/recall_task.py``): after
+What it learns is in-context recall (see ``tl_devicefix/demo/demo.py``): after
 ``Alice likes green . Bob likes red . Alice likes`` comes ``green``, who likes what being drawn
 anew for every sequence. It is trained for next-token prediction on sequences made as it goes:
 
@@ -41,7 +41,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tl_devicefix.demo.recall_task import (
+from tl_devicefix.demo.demo import (
     NAMES,
     OBJECTS,
     RecallPrompt,

@@ -538,7 +538,7 @@ def test_pipeline_map_refuses_bad_arguments_at_once(on_one):
             pipeline_map(model, logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])
-    with pytest.raises(TypeError, match="items must be a list or another iterable, but is <fun"):
+    with pytest.raises(TypeError, match="'function' object is not iterable"):
         pipeline_map(model, [], logits)
 
 

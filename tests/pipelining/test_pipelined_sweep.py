@@ -245,7 +245,7 @@ def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):
 
 MLP_OUT = "blocks.3.hook_mlp_out"
 WITHOUT_HOOKS = {
-    r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],
+    r"no hook point '\S*mlp_uot': take a name": [("blocks.3.hook_mlp_uot", print)],
     r"run 0 is a tuple \(name, function\): put it into a list, \[\[\(": (MLP_OUT, print),
     rf"but has \(<built-in function print>, '{MLP_OUT}'\) in \[\(": [(print, MLP_OUT)],
     rf"but has 'b' in '{MLP_OUT}'": MLP_OUT,
@@ -259,8 +259,6 @@ def test_sweep_refuses_bad_arguments(model_class, model, tokens):
     for batches in ([tokens, tokens], (tokens,), {"input": tokens}):
         with pytest.raises(TypeError, match="for several batches, call sweep for each"):
             tl_devicefix.sweep(model, batches, [])
-    with pytest.raises(TypeError, match="runs must be a list or another iterable, but is 5"):
-        tl_devicefix.sweep(model, tokens, 5)
     with pytest.raises(TypeError, match=r"^sweep\(\) has no argument 'progres'.* mean 'progress'"):
         tl_devicefix.sweep(model, tokens, [], progres=True)
     if model_class != BRIDGE:  # which passes them on to transformers

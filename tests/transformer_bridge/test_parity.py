@@ -1,5 +1,6 @@
 """Over n devices, a Bridge has the weights and gives the results of the unpatched one on a CPU."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -83,6 +84,20 @@ def test_a_start_that_transformer_lens_ignores_is_told(kind, options, load, on_o
     with pytest.warns(UserWarning, match="ignores start_at_layer in this architecture"):
         actual = bridge(residual.to(bridge.placement.home), start_at_layer=2)
     assert_agrees(actual, expected)
+
+
+def test_a_hook_on_no_hook_point_is_not_ignored_silently(on_one, tokens):
+    bridge, unknown = on_one("llama"), [("blocks.3.hook_resid_pots", print)]
+    if has_hooked_transformer():  # TransformerLens 3 ignores it
+        refused = partial(
+            pytest.warns, UserWarning, match="no hook point .*: its hook does not run"
+        )
+    else:
+        refused = partial(pytest.raises, KeyError, match="does not exist on this model")
+    with refused():
+        bridge.run_with_hooks(tokens, fwd_hooks=unknown)
+    with refused(), bridge.hooks(bwd_hooks=unknown):
+        pass
 
 
 GENERATING = {**GREEDY, "max_new_tokens": 6}

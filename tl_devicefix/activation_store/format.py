@@ -23,6 +23,7 @@ from xxhash import xxh3_128
 
 VERSION = 4
 INDEX = "index.json"
+LOCK = ".tl_devicefix.lock"
 TEMPORARY = ".part"  # the suffix of files that are not complete
 
 TOKENS, MASK, TOKEN_MASK = "tokens", "attention_mask", "token_mask"  # beside activations
@@ -76,11 +77,6 @@ class Shard:
     bytes: int
     xxh3_128: str  # a checksum that is fast enough to compute during the write
 
-    @property
-    def examples(self) -> str:
-        """The range of examples, as written in the file's metadata."""
-        return f"{self.start}:{self.stop}"
-
     def rows(self, entry: StoredTensor) -> int:
         """Return the number of an entry's rows in this shard."""
         return self.tokens if entry.axis == "token" else self.stop - self.start
@@ -112,11 +108,6 @@ class Index:
     def n_examples(self) -> int:
         """The number of stored examples."""
         return self.shards[-1].stop if self.shards else 0
-
-    @property
-    def n_bytes(self) -> int:
-        """The size of all shards."""
-        return sum(shard.bytes for shard in self.shards)
 
 
 def shard_name(number: int) -> str:
@@ -216,25 +207,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def shard_faults(directory: Path, index: Index, checksums: bool) -> Iterator[str]:
-    """Yield a sentence for each shard that differs from what was written.
-
-    Without `checksums`, no file is read: only missing files and wrong sizes are found.
-    """
-    for shard in index.shards:
-        path = directory / shard.file
-        if not path.is_file():
-            yield f"{shard.file} is missing"
-        elif (size := path.stat().st_size) != shard.bytes:
-            yield f"{shard.file} has {size} bytes, but was written with {shard.bytes}"
-        elif checksums and _checksum_of(path) != shard.xxh3_128:
-            yield f"{shard.file} is damaged: its checksum is not that of what was written"
-
-
-def _checksum_of(path: Path) -> str:
-    return str(xxh3_128(np.memmap(path, mode="r").data).hexdigest())
-
-
 class Stored:
     """The activations of one hook point, or tokens or masks, on disk.
 
@@ -265,7 +237,7 @@ class Stored:
         return f"{self.entry.name}: {self.entry.dtype} {list(self.shape)}"
 
     def __getitem__(self, index: Examples) -> torch.Tensor:
-        numbers = self.numbers(index)
+        numbers = self._numbers(index)
         if isinstance(numbers, int):
             (rows,) = self._pieces([numbers])
             return rows if self.entry.axis == "token" else rows[0]
@@ -274,13 +246,13 @@ class Stored:
         empty = torch.empty((0, *self.entry.shape), dtype=self.dtype, device="cpu")
         return pieces[0] if len(pieces) == 1 else torch.cat([empty, *pieces])
 
-    def numbers(self, index: Examples) -> int | Sequence[int]:
+    def _numbers(self, index: Examples) -> int | Sequence[int]:
         """Resolve an index to an example's number, or to several, as Python and numpy do."""
         index = index.tolist() if isinstance(index, torch.Tensor) else index
         if isinstance(index, int | slice):
             return range(len(self))[index]
         numbers = np.arange(len(self))[index]
-        if isinstance(index, tuple) or index is Ellipsis or numbers.ndim > 1:
+        if isinstance(index, tuple) or numbers.ndim > 1:
             raise IndexError(
                 f"{self.entry.name} is indexed by examples only: saved[name][3:7][:, 0]"
             )
@@ -291,12 +263,13 @@ class Stored:
         # Map it on each call: a caller may change the tensor in place.
         shard, entry = self._index.shards[number], self.entry
         path = self._directory / shard.file
-        verify = f"`python -m tl_devicefix activations verify {self._directory}` checks all shards"
+        verify = "load_activations(directory).verify() checks all shards"
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 examples = (file.metadata() or {}).get("examples")
                 rows: torch.Tensor = file.get_tensor(entry.name)
-            expected = shard.examples, entry.torch_dtype, (shard.rows(entry), *entry.shape)
+            shape = shard.rows(entry), *entry.shape
+            expected = f"{shard.start}:{shard.stop}", entry.torch_dtype, shape
             # A file copied from another directory has a valid header too.
             if (examples, rows.dtype, rows.shape) != expected:
                 raise SafetensorError("it is not the one in the index")

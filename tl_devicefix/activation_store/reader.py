@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_128
 
 from tl_devicefix.activation_store.format import (
     MASK,
     NOT_BY_TOKEN,
     TOKEN_MASK,
     TOKENS,
-    Examples,
     Index,
     Stored,
     read_index,
-    shard_faults,
 )
-from tl_devicefix.activation_store.token_batches import TokenBatches
-from tl_devicefix.misspelt import did_you_mean
-from tl_devicefix.placement.devices import CPU, DeviceLike
+from tl_devicefix.activation_store.token_batches import Groups, TokenBatches
+from tl_devicefix.errors import did_you_mean
+from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.placement import placement_of
-from tl_devicefix.types import Model
-
-if TYPE_CHECKING:
-    from transformer_lens import ActivationCache
 
 
 def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
@@ -43,16 +38,6 @@ def load_activations(directory: str | os.PathLike[str]) -> SavedActivations:
         ValueError: if its index has another version.
     """
     return SavedActivations(Path(directory), read_index(Path(directory)))
-
-
-class _NoModel:
-    """Stands in for the model of a cache without one; its error says what to write."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"this needs model.{name}, but the cache has no model: open it with "
-            "saved.cache(examples, model)"
-        )
 
 
 class SavedActivations:
@@ -86,7 +71,8 @@ class SavedActivations:
 
     def __getitem__(self, name: str | tuple[Any, ...]) -> Stored:
         if isinstance(name, tuple):  # as a cache is indexed: saved["resid_post", 2]
-            # Import it late, as in `cache`. TransformerLens 2 to 4 have this path.
+            # Import it late: importing TransformerLens takes longer than reading. Versions 2 to 4
+            # have this path.
             from transformer_lens.patching import utils
 
             name = utils.get_act_name(*name)
@@ -109,59 +95,13 @@ class SavedActivations:
         """Which tokens' activations were saved, `[examples, pos]`; None if all were."""
         return self.stored.get(TOKEN_MASK)
 
-    def cache(self, examples: Examples, model: Model | None = None) -> ActivationCache:
-        """Return an ActivationCache of an example (without a batch axis), or of several.
-
-        An entry is read from disk each time that you ask for it. A method that combines entries
-        reads each of those; `to`, `items` and `values` read all.
-
-        Args:
-            examples: an example's number, a slice, or a list of numbers.
-            model: for methods that need one, such as `accumulated_resid`. Activations are
-                read to its first device; without a model, to the CPU.
-
-        Returns:
-            A cache with TransformerLens's names, `[batch, pos, ...]`, or `[pos, ...]` of one
-            example.
-
-        Raises:
-            ValueError: if `token_mask` has left tokens out, or `n_layers` or `d_model` differ.
-            IndexError: if there is no such example.
-        """
-        # Import it late: importing TransformerLens takes longer than reading.
-        from transformer_lens import ActivationCache
-
-        from tl_devicefix.gathering import CacheAtHome
-
-        if self.token_mask is not None:
-            raise ValueError(
-                "an ActivationCache needs all tokens, but token_mask left some out: read "
-                "saved[name] instead"
-            )
-        home = CPU
-        if model is not None:
-            for name in ("n_layers", "d_model"):
-                if (own := getattr(model.cfg, name)) != self.model[name]:
-                    raise ValueError(
-                        f"the activations are of a model with {name}={self.model[name]}, but this "
-                        f"model has {name}={own}: pass the model that computed them"
-                    )
-            placement = placement_of(model)
-            home = placement.home if placement else next(model.parameters()).device
-        numbers = self.tokens.numbers(examples)  # raises if invalid
-        # CacheAtHome calls a partial at each read.
-        reads: Any = {name: partial(self.stored[name].__getitem__, examples) for name in self.names}
-        cache_model: Any = _NoModel() if model is None else model
-        has_batch_dim = not isinstance(numbers, int)
-        return ActivationCache(CacheAtHome(home).of(reads), cache_model, has_batch_dim)
-
     def activations(
         self,
         name: str,
         batch_size: int = 4096,
         shuffle: bool = True,
         seed: int = 0,
-        device: DeviceLike | None = None,
+        device: DeviceLike = "cpu",
         epochs: int | None = 1,
     ) -> TokenBatches:
         """Return batches of tokens' activations, for SAELens's SAETrainer or dictionary_learning.
@@ -172,7 +112,7 @@ class SavedActivations:
             shuffle: True for a random order, each token once an epoch (`TokenBatches` says how);
                 False for the order on disk.
             seed: the seed of the order.
-            device: the device of the batches; by default the CPU.
+            device: the device of the batches.
             epochs: the number of epochs; None for batches without end.
 
         Returns:
@@ -182,23 +122,13 @@ class SavedActivations:
         """
         stored, width = self[name], self.tokens.entry.shape[0]
         shape = stored.entry.shape
+        # [examples, pos, ...], unless `transform` removed the token axis
+        by_token = len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN)
         # A save that was interrupted early has no shards.
         largest = max((shard.bytes for shard in self.index.shards), default=1)
-        return TokenBatches(
-            stored,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            device=device,
-            epochs=epochs,
-            group_bytes=largest // 2,  # three groups and the batches take less than two shards
-            # [examples, pos, ...], unless `transform` removed the token axis
-            by_token=len(shape) > 1 and shape[0] == width and not name.endswith(NOT_BY_TOKEN),
-        )
-
-    def missing(self) -> list[str]:
-        """Return a sentence for each shard whose file is missing or has another size."""
-        return list(shard_faults(self.directory, self.index, checksums=False))
+        # Three groups and the batches take less than two shards.
+        groups = Groups(stored, by_token, largest // 2, shuffle, seed)
+        return TokenBatches(groups, batch_size, device, epochs)
 
     def verify(self) -> list[str]:
         """Read all shards, and compare them with their checksums.
@@ -208,17 +138,25 @@ class SavedActivations:
         Returns:
             A sentence for each shard that is not as it was written; empty if all are.
         """
-        return list(shard_faults(self.directory, self.index, checksums=True))
+        wrong = []
+        for shard in self.index.shards:
+            path = self.directory / shard.file
+            if not path.is_file():
+                wrong.append(f"{shard.file} is missing")
+            elif (
+                path.stat().st_size != shard.bytes
+                or xxh3_128(np.memmap(path, mode="r").data).hexdigest() != shard.xxh3_128
+            ):
+                wrong.append(f"{shard.file} is damaged: it is not as it was written")
+        return wrong
 
     def __repr__(self) -> str:
         index = self.index
         state = "complete" if self.is_complete else "not complete: save the rest with resume=True"
         versions = ", ".join(f"{name} {version}" for name, version in index.made_by.items())
-        shards = f"{len(index.shards)} shards" if len(index.shards) != 1 else "1 shard"
         lines = [
             f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",
-            f"{gib(index.n_bytes)} in {shards}, by {versions}",
+            f"{gib(sum(shard.bytes for shard in index.shards))}, by {versions}",
             *(f"  {stored!r}" for stored in self.stored.values()),
-            *self.missing(),
         ]
         return "\n".join(lines)

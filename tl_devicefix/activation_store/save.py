@@ -7,20 +7,22 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
-from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers.utils.logging as hf_logging
 
-from tl_devicefix.activation_store import resume as on_disk
 from tl_devicefix.activation_store.format import (
+    INDEX,
+    LOCK,
     Index,
     StoredTensor,
     dtype_name,
     read_index,
+    shard_name,
     write_index,
 )
 from tl_devicefix.activation_store.reader import SavedActivations, load_activations
@@ -35,11 +37,10 @@ from tl_devicefix.activation_store.selection import (
 from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
-from tl_devicefix.misspelt import check_iterable
+from tl_devicefix.errors import note
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
-from tl_devicefix.placement.memory import gib, parse_bytes
-from tl_devicefix.tracebacks import note
+from tl_devicefix.placement.memory import parse_bytes
 from tl_devicefix.types import Model
 
 _log = logging.getLogger(__name__)
@@ -78,10 +79,10 @@ def save_activations(
 
     Args:
         model: a HookedTransformer or TransformerBridge, on any number of devices.
-        batches: each is tokens `[batch, pos]`, a list of texts, or a dict with "tokens" or
-            "input_ids" and, if there is padding, "attention_mask"; other inputs of the model, such
-            as "position_ids", are refused. A DataLoader yields them, or
-            `iter(batch_size=8)` of a `datasets.Dataset`. All need the same `pos`.
+        batches: each is tokens `[batch, pos]`, or a dict with "tokens" or "input_ids" and, if there
+            is padding, "attention_mask"; other inputs of the model, such as "position_ids", are
+            refused. A DataLoader yields them, or `iter(batch_size=8)` of a `datasets.Dataset`. All
+            need the same `pos`.
         names_filter: which activations: a name, names, or a function of a name. By default all.
         directory: where to write; created if missing. With several hosts, this process writes.
         dtype: the dtype to store, converted on the activation's device. By default the
@@ -91,7 +92,7 @@ def save_activations(
             is called on the activation's device.
         token_mask: which tokens' activations are stored: a function of tokens `[batch, pos]` (on
             the CPU) that returns booleans of that shape; or "attention_mask" for all but padding,
-            if the batches are texts, or dicts with a mask.
+            if the batches are dicts with a mask.
         resume: continue after the activations in the directory, if there are any.
         shard_size: the size of a file, in bytes or as "512MiB". A shard has as many examples as
             fit, at least one. All their tokens count, even those that `token_mask` leaves out.
@@ -112,14 +113,17 @@ def save_activations(
             shards and no index.
         FileNotFoundError: with `resume`, if the first shard is missing, or one before others.
         RuntimeError: if another process saves to the directory.
-        OSError: if the disk is full, or too small (checked first if the number of batches is known
-            and no `token_mask` is given).
+        OSError: if the disk is full.
         HostLost: if another host is lost. The shards that the index lists are complete.
     """
     adapter_of(model)  # raises for anything but a model
     n_runs = n_in_flight(model, max_in_flight)
-    for name in _INSTEAD.keys() & arguments.keys():
-        raise TypeError(f"save_activations() has no argument {name!r}: {_INSTEAD[name]}")
+    for name in arguments:
+        if name in _CHANGE_WHAT_IS_STORED:
+            raise TypeError(
+                f"save_activations() has no argument {name!r}: batches have the tokens and masks, "
+                "and a transform may take a part of an activation"
+            )
     refuse_arguments(save_activations, model.run_with_cache, model, arguments)
     for name in {"past_kv_cache", "past_key_values"} & arguments.keys():
         if arguments[name] is not None and not getattr(arguments[name], "frozen", False):
@@ -128,18 +132,18 @@ def save_activations(
                 "batch"
             )
     directory = Path(directory)
-    check_iterable("batches", batches)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)
+    bar = hf_logging.tqdm(batches, "Activations", unit=" batches", disable=not progress)
     # Inference tensors do not say if a transform changes them.
-    with torch.inference_mode(False), torch.no_grad(), on_disk.locked(directory):
-        saving = _Save(model, batches, selection, arguments, directory)
-        index = on_disk.saved_index(directory, resume)
+    with torch.inference_mode(False), torch.no_grad(), locked(directory):
+        saving = _Save(model, bar, selection, arguments, directory)
+        index = saved_index(directory, resume)
         if resume and index is None:
             _log.warning("resume=True, but %s has no activations: starting at batch 0", directory)
         saving.begin(index, parse_bytes(shard_size, "shard_size"))
         try:
-            saving.run(n_runs, progress)
+            saving.run(n_runs)
         except (OSError, RuntimeError, KeyboardInterrupt) as error:
             n_saved = read_index(directory).n_examples
             remedy = "the same call with resume=True saves the rest"
@@ -148,16 +152,70 @@ def save_activations(
     return load_activations(directory)
 
 
-# Arguments of `run_with_cache` that would change what is stored, and what to do instead.
-_INSTEAD = {
-    "attention_mask": "give batches that are dicts with one",
-    "batch_size": "give batches, such as tokens.split(8)",
-    "incl_bwd": "gradients are not saved",
-    "padding_side": "set model.tokenizer.padding_side before",
-    "pos_slice": "give a transform, such as lambda activation: activation[:, -1]",
-    "prepend_bos": "give tokens, such as model.to_tokens(texts, prepend_bos=False)",
-    "remove_batch_dim": "read saved[name][3], or saved.cache(3)",
-}
+_CHANGE_WHAT_IS_STORED = (  # arguments of `run_with_cache` and of the forward
+    *("attention_mask", "batch_size", "incl_bwd", "padding_side", "pos_slice", "prepend_bos"),
+    "remove_batch_dim",
+)
+_FIELDS = (
+    # The shapes of a model's activations.
+    *("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp", "d_vocab"),
+    "normalization_type",  # "LNPre" if norms are folded, which changes activations
+)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Make a directory, and lock it against other processes within a `with` block."""
+    import fcntl  # not on Windows; reading needs no lock
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / LOCK, "ab") as file:
+        try:
+            # Do not wait: the other process may save for hours.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"another process is saving activations to {directory}: wait until it has ended, "
+                "or give another directory"
+            ) from None
+        try:
+            yield
+        finally:
+            # Closing may not unlock: a forked DataLoader worker has the file open too.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def saved_index(directory: Path, resume: bool) -> Index | None:
+    """Return the index on disk, without missing shards at its end; None if it has no shards.
+
+    Raises an error if saving cannot continue there.
+    """
+    if not (directory / INDEX).exists():
+        if (directory / shard_name(0)).exists():  # saving would overwrite it
+            raise FileExistsError(
+                f"{directory} has a {shard_name(0)}, but no {INDEX}: put the {INDEX} back, or give "
+                "another directory"
+            )
+        return None
+    index = read_index(directory)
+    if not index.shards:
+        return None  # nothing is lost
+    if not resume:
+        raise FileExistsError(
+            f"{directory} has activations of {index.n_examples} examples already, of "
+            f"{index.model.get('name')}: repeat that call with resume=True to save the rest, or "
+            "give another directory"
+        )
+    exists = [(directory / shard.file).is_file() for shard in index.shards]
+    if all(exists):
+        return index
+    first = exists.index(False)
+    if not first or any(exists[first:]):  # later shards would be lost
+        raise FileNotFoundError(
+            f"{directory / index.shards[first].file} is missing, and resume=True computes only the "
+            "last shards again: put it back, or give another directory"
+        )
+    return replace(index, shards=index.shards[:first], is_complete=False)
 
 
 class _Save:
@@ -172,8 +230,7 @@ class _Save:
         directory: Path,
     ) -> None:
         self._model, self._selection, self._directory = model, selection, directory
-        self._n_batches = length_hint(batches, -1)
-        self._batches = read_batches(batches, model, selection)
+        self._batches = read_batches(batches, selection)
         self._arguments = arguments
 
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
@@ -181,7 +238,6 @@ class _Save:
 
         Raises:
             ValueError: for batches that cannot be stored, or that differ from those on disk.
-            OSError: if the disk is too small.
         """
         batch = next(self._batches, None)
         if batch is None:
@@ -205,58 +261,34 @@ class _Save:
         )
         rows = {"example": 1, "token": self._width}  # an upper bound: fewer tokens may be saved
         example_bytes = sum(entry.row_bytes * rows[entry.axis] for entry in entries)
-        self._total = self._n_bytes = None
-        if self._n_batches >= 0:  # an upper bound: the last batch may be smaller
-            self._total = n_examples * self._n_batches
-        if self._total and batch.saved is None:  # with a token mask, batches differ in size
-            self._n_bytes = example_bytes * self._total
-            if saved is None or not saved.is_complete:
-                written = 0 if saved is None else saved.n_bytes
-                on_disk.check_disk(self._directory, self._n_bytes - written)
         # An example is never split across shards, so a shard has at least one.
         per_shard = max(1, shard_bytes // example_bytes)
         made_by = versions(("tl_devicefix", "transformer_lens", "torch"))
-        index = Index(on_disk.model_fields(self._model), made_by, entries, per_shard)
+        index = Index(_model_fields(self._model), made_by, entries, per_shard)
         self._index = index if saved is None else saved
-        self._saved = on_disk.Saved(self._directory, self._index)
         if saved is None:
             write_index(self._directory, index)
-        else:
-            self._saved.compare_index(index)
+        elif changed := _changed(_compared(saved), _compared(index)):
+            raise self._differing(changed)
         # `_run` uses these instead of running the first batch again.
         is_on_disk = saved is not None and saved.n_examples >= n_examples
         self._first_tensors = {} if is_on_disk else tensors
 
-    def run(self, max_in_flight: int, progress: bool) -> None:
+    def run(self, max_in_flight: int) -> None:
         """Save the batches that are not on disk yet."""
-        bar = hf_logging.tqdm(
-            total=self._total,
-            initial=self._index.n_examples,
-            desc="Activations" + (f" of {gib(self._n_bytes)}" if self._n_bytes else ""),
-            unit=" examples",
-            disable=not progress,
-        )
         arriving: deque[Copied] = deque()
-        is_complete, n_saved = False, sum(shard.tokens for shard in self._index.shards)
+        is_complete = False
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
             batches = self._remaining(writer)
             # Any: `Iterator` declares no `close`.
             results: Any = pipeline_map(self._model, self._run, batches, max_in_flight)
-            with bar, contextlib.closing(results):
+            with contextlib.closing(results):
                 for copied in results:
                     writer.put(copied)
-                    bar.update(len(copied.tokens) - copied.skip)
-                    n_saved += sum(copied.tokens[copied.skip :])
                     arriving.append(copied)
                     if len(arriving) > 1:  # let the devices wait for slow copies too
                         arriving.popleft().wait()
-                bar.total = bar.n  # the last batch may have had fewer examples
-                bar.refresh()
-            if not n_saved:
-                raise ValueError(
-                    "token_mask leaves out every token: let it return True for those to save"
-                )
             is_complete = not self._index.is_complete
         finally:
             writer.close(is_complete)
@@ -264,30 +296,33 @@ class _Save:
     def _remaining(self, writer: Writer) -> Iterator[TokenBatch]:
         """Yield the batches that are not on disk yet; compare the tokens of the others."""
         seen, on_disk_already = 0, self._index.n_examples
+        on_disk = SavedActivations(self._directory, self._index).stored
         for number, batch in enumerate(chain([self._first], self._batches)):
             n_examples, width = batch.inputs.shape
             if width != self._width:
                 raise ValueError(
                     f"batch {number} has {width} tokens in a row, but those before it have "
-                    f"{self._width}: pad all to one width (texts by model.to_tokens of all of "
-                    "them), or save it to another directory"
+                    f"{self._width}: pad all to one width, or save it to another directory"
                 )
             skip = min(max(on_disk_already - seen, 0), n_examples)
-            self._saved.compare_tokens(batch.stored, seen, skip)
+            for name, rows in batch.stored.items() if skip else ():
+                if not torch.equal(on_disk[name][seen : seen + skip], rows[:skip]):
+                    raise self._differing(
+                        f"from example {seen} on, batches has other values of {name}, or a shard "
+                        "is damaged (load_activations(directory).verify() finds it)"
+                    )
             seen += n_examples
             if skip == n_examples:
                 continue
             if self._index.is_complete:
-                raise self._saved.differing(
+                raise self._differing(
                     f"they are complete with {on_disk_already} examples, but batches has more"
                 )
             # Make room before the batch runs: the devices have to wait for a slow disk.
             writer.make_room(n_examples - skip)
             yield batch._replace(skip=skip)
         if seen < on_disk_already:
-            raise self._saved.differing(
-                f"they have {on_disk_already} examples, but batches has {seen}"
-            )
+            raise self._differing(f"they have {on_disk_already} examples, but batches has {seen}")
 
     def _run(self, view: Model, batch: TokenBatch) -> Copied:
         """Run a batch, and start copying its activations to CPU memory."""
@@ -295,14 +330,8 @@ class _Save:
             tensors, self._first_tensors = self._first_tensors, {}
         else:
             tensors = self._forward(view, batch)
-        before, now = self._entries, self._selection.entries_of(tensors, batch)
-        for name in {**before, **now}:
-            if before.get(name) != now.get(name):
-                raise ValueError(
-                    f"{name} is {now.get(name, 'not computed')} in this batch, but "
-                    f"{before.get(name, 'not computed')} in the first one: save such batches to "
-                    "another directory"
-                )
+        if changed := _changed(self._entries, self._selection.entries_of(tensors, batch)):
+            raise ValueError(f"{changed} in this batch: save such batches to another directory")
         copies, arrivals = start_copies(tensors)
         n_examples, width = batch.inputs.shape
         counts = [width] * n_examples if batch.saved is None else batch.saved.sum(1).tolist()
@@ -316,3 +345,39 @@ class _Save:
             **{**self._arguments, **batch.arguments},
         )
         return self._selection.select(cache, batch)
+
+    def _differing(self, difference: str) -> ValueError:
+        """Return the error for a call that differs from the one on disk."""
+        return ValueError(
+            f"the activations in {self._directory} are not those of this call: {difference}; "
+            "repeat the first call's model, arguments, batches and versions, or give another "
+            "directory"
+        )
+
+
+def _model_fields(model: Model) -> dict[str, object]:
+    """Return a model's name, class and shapes for the index."""
+    config = model.cfg
+    return {
+        "name": str(getattr(config, "model_name", "")),
+        "class": type(model).__name__,
+        "dtype": str(getattr(config, "dtype", "")).removeprefix("torch."),
+        **{name: getattr(config, name, None) for name in _FIELDS},
+    }
+
+
+def _compared(index: Index) -> dict[str, str]:
+    """Return the values of an index that must not change, by their names in messages."""
+    return {
+        **{f"the model's {name}": str(value) for name, value in index.model.items()},
+        **{f"the version of {name}": version for name, version in index.made_by.items()},
+        **{entry.name: str(entry) for entry in index.entries},
+    }
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """Return a clause about the first value that differs; None if none does."""
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            return f"{name} was {before.get(name, 'not saved')}, but is {now.get(name, 'missing')}"
+    return None

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
-from transformer_lens.patching import utils
 
 from tl_devicefix.activation_store.format import (
     CODES,
@@ -20,8 +19,8 @@ from tl_devicefix.activation_store.format import (
     StoredTensor,
     dtype_name,
 )
+from tl_devicefix.errors import did_you_mean, shown
 from tl_devicefix.gathering import CacheAtHome
-from tl_devicefix.misspelt import did_you_mean, shown, which_hook_point
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model
 
@@ -42,15 +41,6 @@ class Selection:
     dtype: torch.dtype | None
     transform: Transform | Mapping[str, Transform] | None
     token_mask: TokenMask | None
-
-    def __post_init__(self) -> None:
-        mask = self.token_mask
-        # Check the type first: `==` on a tensor compares its elements.
-        is_name = isinstance(mask, str) and mask == "attention_mask"
-        if not (mask is None or is_name or callable(mask)):
-            raise ValueError(
-                f"token_mask must be 'attention_mask' or a function of tokens, but is {shown(mask)}"
-            )
 
     def saved_tokens(
         self, tokens: Int[torch.Tensor, "batch pos"], mask: Bool[torch.Tensor, "batch pos"]
@@ -93,30 +83,28 @@ class Selection:
             # One row for all examples, such as a Bridge's rotary tables: [1, ...] -> [batch, ...]
             if activation.shape[:1] == (1,):
                 activation = activation.expand(len(batch.inputs), *activation.shape[1:])
+            is_by_token = not name.endswith(NOT_BY_TOKEN)
             if (transform := by_name.get(name)) is not None:
-                activation = _transformed(name, activation, transform)
-            elif batch.saved is not None and name.endswith(NOT_BY_TOKEN):
-                raise _not_by_token(name, activation)
-            activations[name] = self._selected(name, activation, batch.saved)
+                activation, is_by_token = _transformed(name, activation, transform), True
+            if self.dtype is not None and activation.is_floating_point():  # not masks or indices
+                activation = activation.to(self.dtype)
+            if (saved := batch.saved) is not None:
+                if not is_by_token or activation.shape[:2] != saved.shape:
+                    raise ValueError(
+                        f"token_mask cannot leave tokens out of {name}, which is "
+                        f"{list(activation.shape)} and not [batch, pos, ...]: remove it from "
+                        "names_filter, or save it without token_mask"
+                    )
+                # [batch, pos, ...] -> [saved_tokens, ...]
+                rows = saved.flatten().nonzero().flatten().to(activation.device)
+                activation = activation.flatten(0, 1).index_select(0, rows)
+            activations[name] = activation
         return activations
 
     def _is_asked_for(self, name: str) -> bool:
         # Ask again: a Bridge caches some activations under a second name too.
         asked = self.names_filter
         return asked is None or bool(asked(name) if callable(asked) else name in asked)
-
-    def _selected(
-        self, name: str, activation: torch.Tensor, saved: torch.Tensor | None
-    ) -> torch.Tensor:
-        if self.dtype is not None and activation.is_floating_point():  # not masks or indices
-            activation = activation.to(self.dtype)
-        if saved is None:
-            return activation
-        if activation.shape[:2] != saved.shape:
-            raise _not_by_token(name, activation)
-        # [batch, pos, ...] -> [saved_tokens, ...]
-        rows = saved.flatten().nonzero().flatten().to(activation.device)
-        return activation.flatten(0, 1).index_select(0, rows)
 
     def entries_of(
         self, tensors: Mapping[str, torch.Tensor], batch: TokenBatch
@@ -162,10 +150,8 @@ def checked_names(
     for name in names:
         if name not in model.hook_dict:  # `run_with_cache` would ignore it
             raise ValueError(
-                f"names_filter has {shown(name)}, which is no hook point of this model (names are "
-                "in model.hook_dict; a function such as "
-                'lambda name: name.endswith("hook_resid_post") '
-                f"selects several){which_hook_point(name, model.hook_dict)}"
+                f"names_filter has {shown(name)}, which is no hook point of this model: names are "
+                'in model.hook_dict; lambda name: name.endswith("hook_resid_post") selects several'
             )
     return names
 
@@ -184,30 +170,15 @@ class TokenBatch(NamedTuple):
         return self.stored.get(TOKEN_MASK)
 
 
-def read_batches(
-    items: Iterable[object], model: Model, selection: Selection
-) -> Iterator[TokenBatch]:
+def read_batches(items: Iterable[object], selection: Selection) -> Iterator[TokenBatch]:
     """Yield the batches that a user gives; see `save_activations`."""
     for number, item in enumerate(items):
         inputs, mask = _tokens_and_mask(item, number)
-        if isinstance(inputs, list):
-            inputs = model.to_tokens(inputs)
-            bos = model.cfg.default_prepend_bos
-            assert model.tokenizer is not None  # `to_tokens` has used it
-            # TransformerLens's mask keeps a BOS token that is also the padding token.
-            mask = utils.get_attention_mask(model.tokenizer, inputs, bos)
-            mask = None if mask.all() else mask  # the forward is faster without a mask
-        elif mask is None and isinstance(how := selection.token_mask, str):
+        if mask is None and isinstance(how := selection.token_mask, str):
             raise ValueError(
                 f"token_mask={how!r} needs batches with an attention_mask, but item {number} has "
-                "none: give dicts with one, or texts, or "
+                "none: give dicts with one, or "
                 "token_mask=lambda tokens: tokens != model.tokenizer.pad_token_id"
-            )
-        if inputs.dim() != 2 or not inputs.numel() or inputs.is_floating_point():
-            raise ValueError(
-                "a batch must be one or more tokens [batch, pos], but is "
-                f"{list(inputs.shape)} of {inputs.dtype}: "
-                "make batches of examples, as tokens.split(8) or a DataLoader does"
             )
         inputs = inputs.clone()  # a loader may reuse the memory for its next batch
         mask = None if mask is None else _as_tensor(mask).clone()
@@ -237,11 +208,11 @@ _NOT_PASSED_ON = (
 )
 
 
-def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tensor, object]:
-    """Return the tokens or texts of an item, and its mask."""
-    tokens, mask = item, None
+def _tokens_and_mask(item: object, number: int) -> tuple[torch.Tensor, object]:
+    """Return the tokens `[batch, pos]` of an item, and its mask."""
+    given, mask = item, None
     if isinstance(item, Mapping):
-        tokens, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
+        given, mask = item.get("tokens", item.get("input_ids")), item.get("attention_mask")
         for name in _NOT_PASSED_ON:
             value = item.get(name)
             # Many tokenizers give a mask of types that is all zeros.
@@ -251,21 +222,21 @@ def _tokens_and_mask(item: object, number: int) -> tuple[list[str] | torch.Tenso
                     f"remove them, or pass {name}=... to save_activations if they are the same for "
                     "all batches"
                 )
-    elif isinstance(item, (list, tuple)) and len(item) and isinstance(item[0], str):
-        return list(item), None
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
-        (tokens,) = item  # as from a DataLoader of a TensorDataset
+        (given,) = item  # as from a DataLoader of a TensorDataset
     try:
-        tokens = _as_tensor(tokens)
+        tokens = _as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
-        tokens = torch.tensor(0)  # refused below, as a number is
-    if not tokens.dim():
         kind = f"dict with {sorted(item)}" if isinstance(item, Mapping) else type(item).__name__
-        raise TypeError(
-            f"item {number} of batches is a {kind}: give tokens [batch, pos], a list of texts, or "
-            'a dict with "tokens" or "input_ids", and "attention_mask" if there is padding'
-        )
-    return tokens, mask
+    else:
+        kind = f"tensor {list(tokens.shape)} of {tokens.dtype}"
+        if tokens.dim() == 2 and tokens.numel() and not tokens.is_floating_point():
+            return tokens, mask
+    raise TypeError(
+        f"item {number} of batches is a {kind}: give tokens [batch, pos], such as "
+        'model.to_tokens(texts), or a dict with "tokens" or "input_ids", and "attention_mask" if '
+        "there is padding"
+    )
 
 
 def _transformed(name: str, activation: torch.Tensor, transform: Transform) -> torch.Tensor:
@@ -278,10 +249,3 @@ def _transformed(name: str, activation: torch.Tensor, transform: Transform) -> t
     if not isinstance(result, torch.Tensor):
         raise TypeError(f"transform must return a tensor, but returned {shown(result)}: {name}")
     return result
-
-
-def _not_by_token(name: str, activation: torch.Tensor) -> ValueError:
-    return ValueError(
-        f"token_mask cannot leave tokens out of {name}, which is {list(activation.shape)} and not "
-        "[batch, pos, ...]: remove it from names_filter, or save it without token_mask"
-    )

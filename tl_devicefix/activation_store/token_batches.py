@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from tl_devicefix.activation_store.format import Stored
-from tl_devicefix.misspelt import shown
-from tl_devicefix.placement.devices import DeviceLike, resolve
+from tl_devicefix.placement.devices import DeviceLike
 
 BYTES_OF_BLOCK = 2**18  # smaller reads are slower
 
@@ -38,43 +37,17 @@ class TokenBatches(Iterator[torch.Tensor]):
     whole group alive: clone it if you keep it. A process that you fork later lacks the thread, and
     would wait forever: make new batches there. `state_dict()` has the position, and
     `load_state_dict` continues there.
-
-    Args:
-        stored: the activation.
-        group_bytes: the size of a group, of which three are in memory.
-        by_token: True if stored examples are `[pos, ...]`: then a row of a batch is a token.
-        batch_size: the number of rows in a batch.
-        shuffle: False for the order on disk.
-        seed: the seed of the order.
-        device: the device of the batches; by default the CPU.
-        epochs: the number of passes over all rows; None for endless batches.
-
-    Raises:
-        ValueError: for a number below 1, or an unavailable device.
     """
 
     def __init__(
-        self,
-        stored: Stored,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        device: DeviceLike | None,
-        epochs: int | None,
-        group_bytes: int,
-        by_token: bool,
+        self, groups: Groups, batch_size: int, device: DeviceLike, epochs: int | None
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
-        self._groups = _Groups(stored, by_token, group_bytes, shuffle, seed)
-        self._name, self._batch_size, self._epochs = stored.entry.name, batch_size, epochs
-        self._shuffle, self._seed = shuffle, seed
-        # Leave a device's index to torch: `resolve` would import TransformerLens for it.
-        self._device = resolve(device) if isinstance(device, str | torch.device) else device
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
+        self._groups, self._batch_size, self._epochs = groups, batch_size, epochs
+        self._device = device
         # Round up: an epoch's last batch may be smaller.
-        self._batches_per_epoch = -(-self._groups.n_rows // batch_size)
+        self._batches_per_epoch = -(-groups.n_rows // batch_size)
         self._n_returned = 0
         self._iterator: Generator[torch.Tensor, None, None] | None = None
 
@@ -96,8 +69,7 @@ class TokenBatches(Iterator[torch.Tensor]):
         try:
             if self._iterator is None:
                 self._iterator = self._from_position()
-            batch = next(self._iterator)
-            batch = batch if self._device is None else batch.to(self._device)
+            batch = next(self._iterator).to(self._device)
         except BaseException:
             self.close()  # the next call has to read this batch again
             raise
@@ -119,10 +91,10 @@ class TokenBatches(Iterator[torch.Tensor]):
         """
         return {
             "batch_size": self._batch_size,
-            "name": self._name,
+            "name": self._groups.stored.entry.name,
             "rows": self._groups.n_rows,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
+            "seed": self._groups.seed,
+            "shuffle": self._groups.shuffle,
             "batches": self._n_returned,
         }
 
@@ -180,18 +152,22 @@ def _batches(
                 missing = min(batch_size, left)
 
 
-class _Groups:
+class Groups:
     """The rows of an activation in all shards, in groups of blocks; a row is a token or an example.
 
-    Attributes:
-        n_rows: the number of rows.
+    Args:
+        stored: the activation.
+        by_token: True if stored examples are `[pos, ...]`: then a row is a token.
+        group_bytes: the size of a group, of which three are in memory.
+        shuffle: False for the order on disk.
+        seed: the seed of the order.
     """
 
     def __init__(
         self, stored: Stored, by_token: bool, group_bytes: int, shuffle: bool, seed: int
     ) -> None:
         entry = stored.entry
-        self._stored, self._shuffle, self._seed = stored, shuffle, seed
+        self.stored, self.shuffle, self.seed = stored, shuffle, seed
         self._is_flat = by_token and entry.axis == "example"
         n_tokens = entry.shape[0] if self._is_flat else 1
         self._shape = entry.shape[1:] if self._is_flat else entry.shape
@@ -213,7 +189,7 @@ class _Groups:
     def _blocks_by_group(self, epoch: int) -> tuple[torch.Tensor, ...]:
         """Return the blocks of each group of an epoch, as (shard, first row, number of rows)."""
         blocks = self._blocks  # [blocks, 3]
-        if self._shuffle:
+        if self.shuffle:
             blocks = blocks[self._permutation(len(blocks), epoch, -1)]
         # A block belongs to the group in which its last row falls.
         group = (blocks[:, 2].cumsum(0) - 1) // self._group_rows
@@ -225,7 +201,7 @@ class _Groups:
             for number, blocks in enumerate(self._blocks_by_group(epoch)):
                 size = int(blocks[:, 2].sum())
                 if skip < size:
-                    places = self._permutation(size, epoch, number) if self._shuffle else None
+                    places = self._permutation(size, epoch, number) if self.shuffle else None
                     yield self._read(blocks.tolist(), size, places)[skip:]
                 skip = max(0, skip - size)
             epoch += 1
@@ -242,17 +218,17 @@ class _Groups:
             where = slice(at, at + count) if places is None else places[at : at + count].numpy()
             out[where] = self._mapped[shard][start : start + count]
             at += count
-        return torch.from_numpy(out).view(self._stored.dtype).view(size, *self._shape)
+        return torch.from_numpy(out).view(self.stored.dtype).view(size, *self._shape)
 
     def _shard_bytes(self, shard: int) -> np.ndarray:
         """Return a shard's rows as bytes [rows, bytes], which numpy copies fastest."""
-        rows = self._stored.map_shard(shard)  # [examples, pos, ...], or [rows, ...]
+        rows = self.stored.map_shard(shard)  # [examples, pos, ...], or [rows, ...]
         rows = rows.flatten(0, 1) if self._is_flat else rows  # [rows, ...]
         return rows.reshape(len(rows), -1).view(torch.uint8).numpy()
 
     def _permutation(self, count: int, epoch: int, group: int) -> torch.Tensor:
         """Draw a permutation that depends on seed, epoch and group alone."""
         # Groups that `load_state_dict` skips need no draws.
-        drawn_from = hashlib.sha256(f"{self._seed} {epoch} {group}".encode()).digest()
+        drawn_from = hashlib.sha256(f"{self.seed} {epoch} {group}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn_from[:8], "big"))
         return torch.randperm(count, generator=generator, device="cpu")

@@ -23,9 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
 from tl_devicefix.checkpoints.hub import in_one_line, is_checkpoint_directory, snapshot
+from tl_devicefix.errors import is_own_bug
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.devices import EmptyOnMeta
-from tl_devicefix.tracebacks import is_own_bug
 
 # What transformers, safetensors and torch raise for damaged files and wrong config values.
 UNREADABLE = (

@@ -20,10 +20,9 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import cached_file
 
-from tl_devicefix.misspelt import did_you_mean, shown
+from tl_devicefix.errors import did_you_mean, is_own_bug, shown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.memory import is_out_of_memory
-from tl_devicefix.tracebacks import is_own_bug
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""

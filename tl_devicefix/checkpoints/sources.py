@@ -19,9 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tl_devicefix.checkpoints.live_weights import LiveWeights, copy_with
+from tl_devicefix.errors import is_own_bug
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import component_of
-from tl_devicefix.tracebacks import is_own_bug
 from tl_devicefix.weight_processing import Weights
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tl_devicefix.demo.demo import CHECKPOINT, devices_for
-from tl_devicefix.demo.recall_task import NAMES, OBJECTS
+from tl_devicefix.demo.demo import CHECKPOINT, NAMES, OBJECTS, devices_for
 
 __all__ = ["CHECKPOINT", "NAMES", "OBJECTS", "devices_for"]

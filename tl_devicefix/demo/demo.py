@@ -1,17 +1,25 @@
-"""The demo: run the shipped checkpoint across several devices, and find its recall heads."""
+"""The shipped checkpoint, its task, and the demo, which runs it across several devices.
+
+The task is in-context recall: a prompt states facts, and then asks for one of them again::
+
+    Alice likes green . Bob likes red . Carol likes blue . Bob likes
+
+The next word is ``red``. Names and objects are paired at random, so only the context has the
+answer. ``training/train_recall.py`` makes the training sentences of the same words.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from transformers import AutoModelForCausalLM
 
-from tl_devicefix.demo.recall_task import RecallPrompt, recall_prompts
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.multihost.hosts import joined_hosts
 from tl_devicefix.placement.devices import DEVICE_TYPE, default_device, device_count
@@ -22,9 +30,40 @@ CHECKPOINT = Path(__file__).parent / "recall_checkpoint"
 TOLERANCE = 1e-4  # the largest difference of float32 log probabilities that counts as rounding
 N_PROMPTS, N_FACTS, SEED = 64, 8, 0
 
+NAMES: tuple[str, ...] = (
+    *("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack"),
+    *("Kate", "Leo", "Mary", "Nick", "Olga", "Paul", "Quinn", "Rosa", "Sam", "Tina"),
+    *("Umar", "Vera", "Will", "Xena", "Yuri", "Zoe", "Anna", "Ben", "Clara", "Dan"),
+    *("Eva", "Felix"),
+)
+
+OBJECTS: dict[str, tuple[str, ...]] = {
+    "likes": (
+        *("red", "green", "blue", "yellow", "orange", "purple", "pink", "brown", "black", "white"),
+        *("grey", "gold", "silver", "violet", "crimson", "turquoise", "beige", "cyan", "magenta"),
+        *("ivory", "maroon", "indigo", "olive", "amber"),
+    ),
+    "visits": (
+        *("Paris", "London", "Rome", "Berlin", "Madrid", "Vienna", "Prague", "Lisbon", "Oslo"),
+        *("Athens", "Dublin", "Warsaw", "Tokyo", "Delhi", "Cairo", "Lima", "Boston", "Chicago"),
+        *("Sydney", "Toronto", "Havana", "Nairobi", "Seoul", "Jakarta"),
+    ),
+    "owns": (
+        *("cats", "dogs", "horses", "sheep", "goats", "ducks", "geese", "rabbits", "parrots"),
+        *("turtles", "snakes", "frogs", "mice", "hamsters", "ponies", "pigs", "cows", "bees"),
+        *("owls", "hawks", "swans", "llamas", "camels", "lizards"),
+    ),
+    "eats": (
+        *("apples", "pears", "plums", "grapes", "cherries", "lemons", "melons", "bananas"),
+        *("bread", "cheese", "rice", "pasta", "soup", "honey", "nuts", "beans", "corn", "carrots"),
+        *("onions", "peppers", "potatoes", "mushrooms", "olives", "eggs"),
+    ),
+}
+"""The words that can follow each verb."""
+
 
 def run_demo(n_devices: int) -> bool:
-    """Load the shipped checkpoint across `n_devices`, compare it, and show its recall heads.
+    """Load the shipped checkpoint across `n_devices`, and ask it for facts.
 
     Returns True if it agrees with the unfolded Hugging Face model.
     """
@@ -34,9 +73,7 @@ def run_demo(n_devices: int) -> bool:
         print(f"\n{model.placement}\n")
         prompts = recall_prompts(N_PROMPTS, seed=SEED, n_facts=N_FACTS)
         tokens = model.to_tokens([prompt.text for prompt in prompts])  # [batch, pos]
-        logits, cache = model.run_with_cache(
-            tokens, names_filter=lambda name: name.endswith("hook_pattern")
-        )
+        logits = model(tokens)
         difference = largest_difference(logits, hf_logits(tokens))
         print(
             f"log probabilities, folded on {n_devices} device(s) against the unfolded Hugging "
@@ -47,9 +84,7 @@ def run_demo(n_devices: int) -> bool:
         words = [model.to_string([token]) for token in logits[:, -1].argmax(dim=-1).tolist()]
         right = sum(word == prompt.answer for word, prompt in zip(words, prompts))
         print(f"\n  {prompts[0].text} -> {words[0]}")
-        print(f"recalled {right} of {len(prompts)} answers that only the context gives\n")
-        patterns = [cache["pattern", layer] for layer in range(model.cfg.n_layers)]
-        _show_heads(model, prompts, patterns)
+        print(f"recalled {right} of {len(prompts)} answers that only the context gives")
     return difference < TOLERANCE
 
 
@@ -113,23 +148,24 @@ def largest_difference(
     return (ours - reference.detach().cpu().log_softmax(dim=-1)).abs().max().item()
 
 
-def _show_heads(
-    model: Any,
-    prompts: list[RecallPrompt],
-    patterns: list[Float[torch.Tensor, "batch head query_pos key_pos"]],
-) -> None:
-    """Show how much each head attends from the question to the answer in the context."""
-    # Both [batch]: indices into the first and the last axis of a pattern.
-    batch = torch.arange(len(prompts))
-    answer = torch.tensor([prompt.answer_position for prompt in prompts])
-    print("attention from the question to the answer in the context, mean over the prompts:")
-    # Each pattern is [batch, head, query_pos, key_pos]; its mean over prompts is [head].
-    by_head = torch.stack([p.cpu()[batch, :, -1, answer].mean(dim=0) for p in patterns])
-    for layer, heads in enumerate(by_head.tolist()):
-        shown = "  ".join(
-            f"H{head} {value:4.2f} {'#' * round(value * 10):10}" for head, value in enumerate(heads)
-        )
-        device = model.placement.device_map[f"blocks.{layer}"]
-        print(f"  L{layer} on {device}  {shown}".rstrip())
-    layer, head = divmod(int(by_head.argmax()), by_head.shape[1])  # by_head: [layer, head]
-    print(f"L{layer}H{head} attends to the answer most: {by_head[layer, head]:.2f}")
+class RecallPrompt(NamedTuple):
+    """A prompt whose next word can be known only from its context."""
+
+    text: str  # with one space between any two tokens; it ends with the verb of the question
+    answer: str  # the word that should come next: the object of the fact asked for
+
+
+def recall_prompts(n: int, seed: int, n_facts: int) -> list[RecallPrompt]:
+    """Draw `n` prompts of `n_facts` facts each; equal arguments give equal prompts."""
+    rng = random.Random(seed)
+    return [sample_prompt(rng, n_facts) for _ in range(n)]
+
+
+def sample_prompt(rng: random.Random, n_facts: int) -> RecallPrompt:
+    """State facts about different names with one verb, and ask for one of them."""
+    names = rng.sample(NAMES, n_facts)
+    verb = rng.choice([*OBJECTS])
+    objects = rng.sample(OBJECTS[verb], n_facts)
+    asked = rng.randrange(n_facts)
+    facts = [f"{name} {verb} {what} ." for name, what in zip(names, objects)]
+    return RecallPrompt(" ".join([*facts, names[asked], verb]), answer=objects[asked])

@@ -20,8 +20,8 @@ from tl_devicefix.demo.demo import (
     hf_logits,
     largest_difference,
     load_checkpoint,
+    recall_prompts,
 )
-from tl_devicefix.demo.recall_task import recall_prompts
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.placement.devices import (
     consecutive,
@@ -30,7 +30,6 @@ from tl_devicefix.placement.devices import (
     module_with_streams,
     resolve,
 )
-from tl_devicefix.simulation import simulate
 
 # 18 MB of float32; odd, so that the last vector access is partial.
 _COPY_ELEMENTS = 4_500_003
@@ -42,7 +41,6 @@ _TRIED_DTYPES = (
     *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
 _MAX_DEVICES = 8  # devices at a time: the shipped checkpoint has eight blocks
-_SIMULATED = 4
 _PACKAGES = ("transformer_lens", "torch", "transformers", "accelerate", "tl_devicefix")
 
 
@@ -55,16 +53,9 @@ def run_selfcheck(device_type: str | None = None) -> bool:
     print(", ".join(f"{name} {version}" for name, version in versions(_PACKAGES).items()))
     accelerator = default_device() if device_type is None else resolve(device_type)
     if accelerator.type == "cpu":
-        print(
-            f"\nchecking the CPU and {_SIMULATED} simulated devices (for an accelerator, pass "
-            "--device)"
-        )
-        checks = [_check_parity(1, accelerator)]
-        with simulate(_SIMULATED) as machine:
-            home = machine.devices[0]
-            checks += [_check_parity(n, home) for n in range(2, _SIMULATED + 1)]
-        return _verdict(
-            checks, "The package works here; copies between accelerators were not tested."
+        raise ValueError(
+            "TransformerLens would choose the CPU, which needs no check: for an accelerator, pass "
+            "--device; the demo shows whether the package works"
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)
@@ -75,12 +66,10 @@ def run_selfcheck(device_type: str | None = None) -> bool:
     # Then check the devices after the first eight, eight at a time.
     for start in range(_MAX_DEVICES, n_devices, _MAX_DEVICES):
         checks.append(_check_parity(min(n_devices - start, _MAX_DEVICES), devices[start]))
-    return _verdict(checks, "This machine can be trusted.")
-
-
-def _verdict(checks: list[bool], good: str) -> bool:
-    print(f"\n{good}" if all(checks) else "\nDo NOT trust this machine: see WRONG above.")
-    return all(checks)
+    is_good = all(checks)
+    verdict = "This machine can be trusted." if is_good else "Do NOT trust it: see WRONG above."
+    print(f"\n{verdict}")
+    return is_good
 
 
 def _check_copy(source: torch.device, target: torch.device) -> bool:

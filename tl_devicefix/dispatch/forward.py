@@ -14,10 +14,10 @@ from tl_devicefix.dispatch.carrying import bring_home, carry
 from tl_devicefix.dispatch.mixing import pausing_modes
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run, run_ahead
 from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
+from tl_devicefix.errors import noting_mixed_devices
 from tl_devicefix.offload import offload_blocks, prefetching
 from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.placement import Placement
-from tl_devicefix.tracebacks import noting_mixed_devices
 from tl_devicefix.types import Model
 
 T = TypeVar("T")

@@ -27,12 +27,11 @@ from transformer_lens.hook_points import HookFunction, HookPoint, LensHandle
 
 from tl_devicefix.around import Args, Forward, Kwargs, ResumesModes, innermost
 from tl_devicefix.dispatch.scheduler import launching, note_hooked, run_ahead
+from tl_devicefix.errors import note, shown
 from tl_devicefix.fusing.listening import hooks_of, note_hook
-from tl_devicefix.misspelt import shown
 from tl_devicefix.monkeypatch.patch import is_of_user, package_of, patches
 from tl_devicefix.placement.devices import CPU, printed, version_of
 from tl_devicefix.placement.in_use import device_of_result, devices_in_use
-from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 T = TypeVar("T")

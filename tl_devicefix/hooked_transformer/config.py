@@ -34,8 +34,8 @@ from tl_devicefix.checkpoints.hub import (
     snapshot,
 )
 from tl_devicefix.checkpoints.live_weights import class_in_transformers, unwrap
+from tl_devicefix.errors import did_you_mean
 from tl_devicefix.hooked_transformer.components import component_sizes
-from tl_devicefix.misspelt import did_you_mean
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed

@@ -38,6 +38,7 @@ from tl_devicefix.checkpoints.hub import (
 )
 from tl_devicefix.checkpoints.live_weights import class_in_transformers, unwrap
 from tl_devicefix.checkpoints.sources import HuggingFaceSource, Source, StateDictSource
+from tl_devicefix.errors import clear_frames, is_own_bug, refuse_unknown
 from tl_devicefix.fusing import fused
 from tl_devicefix.hooked_transformer.components import POST_NORM, component_sizes
 from tl_devicefix.hooked_transformer.config import Options, is_listed, model_config, official_name
@@ -45,7 +46,6 @@ from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
 from tl_devicefix.hooked_transformer.processing import fill, installed_conventions
 from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
-from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import loading_elsewhere
 from tl_devicefix.multihost.remote_block import attach
@@ -53,7 +53,6 @@ from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import default_device, resolve
 from tl_devicefix.placement.memory import MaxMemory, is_out_of_memory
 from tl_devicefix.placement.workers import one_load
-from tl_devicefix.tracebacks import clear_frames, is_own_bug
 from tl_devicefix.twin import OnMismatch, chosen_action, refuse_extra_parts
 from tl_devicefix.weight_processing import Steps
 

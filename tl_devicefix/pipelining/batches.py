@@ -18,7 +18,7 @@ import torch
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.dispatch.carrying import repeated
-from tl_devicefix.misspelt import shown
+from tl_devicefix.errors import shown
 from tl_devicefix.pipelining.launching import replaced_loss
 from tl_devicefix.types import Model
 

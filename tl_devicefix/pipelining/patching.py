@@ -20,7 +20,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.patching import utils
 
 from tl_devicefix.adapters import is_model
-from tl_devicefix.misspelt import shown
+from tl_devicefix.errors import shown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.pipelining.batches import Hooks
 from tl_devicefix.pipelining.sweep import sweep

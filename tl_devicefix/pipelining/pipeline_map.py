@@ -34,14 +34,13 @@ from tl_devicefix.dispatch.scheduler import (
     with_view_of,
 )
 from tl_devicefix.dispatch.views import View
+from tl_devicefix.errors import note, refuse_unknown, shown
 from tl_devicefix.fusing.fused import applies_dropout
-from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.devices import stamp
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.placement import placement_of
 from tl_devicefix.placement.workers import CallersState, threads
-from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 Item = TypeVar("Item")
@@ -107,7 +106,6 @@ def pipeline_map(
     ...     return model(tokens).mean().item()
     >>> means = list(pipeline_map(model, run, batches))  # doctest: +SKIP
     """
-    check_iterable("items", items)
     adapter_of(model)  # raises for anything but a model
     max_in_flight = n_in_flight(model, max_in_flight)
     total = length_hint(items) or None  # None: unknown

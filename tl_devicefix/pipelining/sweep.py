@@ -35,8 +35,8 @@ from tl_devicefix.dispatch.carrying import (
 )
 from tl_devicefix.dispatch.mixing import tensor_bytes
 from tl_devicefix.dispatch.naming import each_module
+from tl_devicefix.errors import note, shown
 from tl_devicefix.fusing.listening import hooks_of
-from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
 from tl_devicefix.pipelining.launching import launch_all, may_launch_ahead
@@ -52,7 +52,6 @@ from tl_devicefix.placement.devices import CPU
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.memory import is_out_of_memory
 from tl_devicefix.placement.placement import placement_of
-from tl_devicefix.tracebacks import note
 from tl_devicefix.types import Model
 
 MAX_KEPT_BYTES = 2**29
@@ -138,7 +137,6 @@ def sweep(
             f"tokens must be a tensor, a text or a list of texts, but is {shown(tokens)}: for "
             "several batches, call sweep for each"
         )
-    check_iterable("runs", runs)
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more runs, but is {shown(batch_size)}")
@@ -277,7 +275,6 @@ def _checked(points: Mapping[str, HookPoint], number: int, run: Hooks) -> Hooks:
         if isinstance(item[0], str) and item[0] not in points:
             raise ValueError(
                 f"this model has no hook point {item[0]!r}: take a name of model.hook_dict"
-                f"{which_hook_point(item[0], points)}"
             )
     return hooks
 

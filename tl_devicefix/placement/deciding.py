@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from tl_devicefix.misspelt import did_you_mean, shown
+from tl_devicefix.errors import did_you_mean, shown
 from tl_devicefix.placement.balance import Share, balanced, filled_in_order, fits, shares
 from tl_devicefix.placement.devices import (
     CPU,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tl_devicefix.around import Args, Forward, Kwargs
-from tl_devicefix.misspelt import shown
+from tl_devicefix.errors import shown
 from tl_devicefix.placement.elsewhere import NOBODY, Elsewhere, TensorElsewhere, is_elsewhere
 
 DEVICE_TYPE = "sim"

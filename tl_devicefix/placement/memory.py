@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tl_devicefix.misspelt import shown
+from tl_devicefix.errors import shown
 from tl_devicefix.placement.devices import DeviceLike, free_memory, resolve
 
 MaxMemory = Mapping[DeviceLike, int | str] | int | str

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from tl_devicefix.misspelt import UnknownName, did_you_mean
+from tl_devicefix.errors import did_you_mean
 from tl_devicefix.placement.devices import (
     CPU,
     DeviceLike,
@@ -160,7 +160,7 @@ class Placement:
             kinds = {name.partition(".")[0] for name in self._by_name}
             is_listed = component.partition(".")[0] in kinds
             meant = "" if is_listed else did_you_mean(component, self._by_name)
-            raise UnknownName(
+            raise KeyError(
                 f"{name!r} is in no component of this model, which has "
                 f"{in_short(list(self._by_name))}{meant}"
             )

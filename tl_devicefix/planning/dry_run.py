@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tl_devicefix.dispatch.naming import named_modules
+from tl_devicefix.errors import note
 from tl_devicefix.fusing import fused
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
@@ -31,7 +32,6 @@ from tl_devicefix.placement.memory import MaxMemory, by_device, format_table, gi
 from tl_devicefix.placement.placement import Placement, in_short
 from tl_devicefix.planning.plan import ConfigOrName, blueprint, check_options, device_request
 from tl_devicefix.simulation import Machine, Transfers, simulate_apart
-from tl_devicefix.tracebacks import note
 from tl_devicefix.twin import OnMismatch
 from tl_devicefix.types import Model
 

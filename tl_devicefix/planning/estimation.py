@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
+from tl_devicefix.errors import did_you_mean, shown
 from tl_devicefix.fusing import fused
-from tl_devicefix.misspelt import did_you_mean, shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide, names_places
 from tl_devicefix.placement.devices import CPU, DeviceLike, parameter_bytes

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tl_devicefix.adapters import Adapter, adapters
-from tl_devicefix.misspelt import refuse_unknown, shown
+from tl_devicefix.errors import refuse_unknown, shown
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import DeviceLike, has_slash
 from tl_devicefix.placement.memory import MaxMemory

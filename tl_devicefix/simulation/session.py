@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from packaging.version import Version
 
-from tl_devicefix.misspelt import shown
+from tl_devicefix.errors import shown
 from tl_devicefix.placement.devices import DEVICE_TYPE, DeviceLike
 from tl_devicefix.placement.memory import parse_bytes
 from tl_devicefix.simulation import backend, backward

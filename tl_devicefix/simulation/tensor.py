@@ -10,11 +10,11 @@ from typing import Any, SupportsIndex
 import numpy as np
 import torch
 
+from tl_devicefix.errors import note_mixed_devices
 from tl_devicefix.placement.devices import DEVICE_TYPE
 from tl_devicefix.simulation.backward import raise_or_keep
 from tl_devicefix.simulation.executor import Args, Kwargs, Operation, dense_tensors, zeros_for
 from tl_devicefix.simulation.machine import Allocation, Machine
-from tl_devicefix.tracebacks import note_mixed_devices
 
 aten = torch.ops.aten
 

@@ -27,8 +27,8 @@ from tl_devicefix.checkpoints.hub import (
     snapshot,
     torch_dtype,
 )
+from tl_devicefix.errors import refuse_unknown
 from tl_devicefix.fusing import fused
-from tl_devicefix.misspelt import refuse_unknown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.loading import loading_elsewhere

@@ -34,7 +34,7 @@ from transformer_lens.utilities.quantization import require_readable_weight
 from transformer_lens.weight_processing import ProcessWeights
 
 from tl_devicefix.dispatch.forward import changing_weights, refuse_unfinished
-from tl_devicefix.misspelt import refuse_unknown
+from tl_devicefix.errors import refuse_unknown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.multihost.remote_block import call_everywhere

@@ -1,11 +1,49 @@
-"""Free the memory held by tracebacks, and add hints to errors."""
+"""Parts of error messages, notes on errors, and the memory that errors hold."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gc
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+
+# At 0.76, transformers' argument "device_mesh" would pass for "device_map".
+_NEAR = 0.85
+_MAX_LENGTH = 120
+
+
+def did_you_mean(name: object, names: Collection[str], at_least: float = 0.6) -> str:
+    """Return "; did you mean 'balanced'?" with the nearest name, or "" if none is near."""
+    close = difflib.get_close_matches(str(name), list(names), n=1, cutoff=at_least)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """Return a value's repr; if it is long, the ends of a text, or the class of another value."""
+    text = repr(value)
+    if isinstance(value, str) and len(text) > _MAX_LENGTH:
+        return f"{text[: _MAX_LENGTH - 20]}...{text[-20:]}"
+    return text if len(text) <= _MAX_LENGTH and "\n" not in text else f"a {type(value).__name__}"
+
+
+def refuse_unknown(
+    function: str,
+    arguments: Iterable[str],
+    parameters: Iterable[str],
+    where: str = "",
+    passes_on: bool = False,
+) -> None:
+    """Refuse arguments that do not exist; `where` ends the clause, such as " for a directory".
+
+    With `passes_on`, only near misses are refused: TransformerLens passes unknown arguments on to
+    transformers, which ignores them.
+    """
+    parameters = list(parameters)
+    for name in arguments:
+        meant = did_you_mean(name, parameters, _NEAR if passes_on else 0.6)
+        if name not in parameters and (meant or not passes_on):
+            raise TypeError(f"{function} has no argument {name!r}{where}{meant}")
 
 
 def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
@@ -24,19 +62,15 @@ def clear_frames(error: BaseException, but_not: Collection[int] = ()) -> None:
     gc.collect()  # models that the frames held have reference cycles
 
 
-def raised_in(error: BaseException) -> str:
-    """Return the top-level package, such as "transformers", of the code that raised an error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).partition(".")[0]
-
-
 def is_own_bug(error: BaseException) -> bool:
     """Return True for an error that is a bug of this package.
 
     Such an error must be raised, not reported as a fault of a file or a model.
     """
     kinds = AssertionError, AttributeError, LookupError, NameError, TypeError
-    return isinstance(error, kinds) and raised_in(error) == "tl_devicefix"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_in = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return isinstance(error, kinds) and raised_in == "tl_devicefix"
 
 
 ON_MIXED_DEVICES = (
@@ -68,9 +102,6 @@ def noting_mixed_devices() -> Iterator[None]:
 
 
 def note_mixed_devices(error: RuntimeError) -> None:
-    """Append the remedy to the message of an error about several devices."""
-    about_devices = "same device" in str(error) or "expected device" in str(error)
-    is_noted = ON_MIXED_DEVICES in str(error)
-    if about_devices and not is_noted:
-        # Change the message: the notes of `note` are lost where `str(error)` is logged.
-        error.args = (f"{error}\n{ON_MIXED_DEVICES}",)
+    """Add the remedy to an error, if it is about several devices."""
+    if "same device" in str(error) or "expected device" in str(error):
+        note(error, ON_MIXED_DEVICES)
