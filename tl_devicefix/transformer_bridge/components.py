@@ -28,6 +28,7 @@ except ImportError:  # TransformerLens 3.9
     )
 
 from tl_devicefix.checkpoints.hub import reading_config
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.placement.placement import ComponentSize, Placement
 from tl_devicefix.weight_processing import Weights
 
@@ -61,7 +62,8 @@ class Layout:
         unembed = hf_model.get_submodule(self.paths["unembed"]) if "unembed" in self.paths else None
         if isinstance(unembed, nn.Linear) and unembed.bias is None:
             # TransformerLens adds a bias of zeros: a buffer, before 4.0 a parameter.
-            buffers["unembed"] += unembed.out_features * unembed.weight.itemsize
+            added_to = weights if has_hooked_transformer() else buffers
+            added_to["unembed"] += unembed.out_features * unembed.weight.itemsize
         if not weights[REST] + buffers[REST]:
             names = names[:-1]
         return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
