@@ -205,6 +205,27 @@ def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tok
     assert_agrees(logits, expected, home)
 
 
+@pytest.mark.filterwarnings("ignore:tensors are shared by components on several devices")
+def test_blocks_across_devices_share_weights(machine, tokenizer, tokens, tmp_path):
+    """Zamba2 has one attention layer, which several of its blocks run."""
+    sizes = {"vocab_size": D_VOCAB, "hidden_size": 32, "intermediate_size": 48, "n_mamba_heads": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 16}
+    layers = {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]}
+    ones = dict.fromkeys(("mamba_ngroups", "num_mem_blocks"), 1)
+    config = transformers.Zamba2Config(
+        **sizes, **layers, **ones, num_hidden_layers=4, mamba_headdim=16, adapter_rank=4
+    )
+    hf_model = transformers.Zamba2ForCausalLM(config).eval()
+    randomize(hf_model)
+    directory = str(save_checkpoint(hf_model, tokenizer, tmp_path))
+    home = machine.devices[0]
+    with torch.no_grad():
+        expected = hf_model(tokens).logits
+        for device_map in ({"": 0, "blocks.3": 1}, {"": 0, "blocks.2": 1, "blocks.3": "cpu"}):
+            bridge = TransformerBridge.boot_transformers(directory, device_map=device_map)
+            assert_agrees(bridge(tokens.to(home)), expected, home)
+
+
 def test_a_misspelt_module_of_transformers_is_refused(checkpoints, machine):
     says = r"names 'modle', but this model has no such component: name one of embed"
     with pytest.raises(ValueError, match=says):
