@@ -20,8 +20,10 @@ from hf_models import (
 from model_classes import TransformerBridge
 from parameters import in_turn
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import tl_devicefix
+from tl_devicefix.transformer_bridge.components import Layout
 
 pytestmark = pytest.mark.bridge
 
@@ -232,6 +234,21 @@ def test_a_misspelt_module_of_transformers_is_refused(checkpoints, machine):
         TransformerBridge.boot_transformers(
             str(checkpoints("llama")), device_map={"modle": 0, "lm_head": 0}
         )
+
+
+def test_modules_of_no_component_stay_with_embed(machine):
+    """Gemma 4 has a second embedding, which no component of a Bridge contains."""
+    layout = Layout({"embed": "wte"})
+    hf_model = nn.ModuleDict({"wte": nn.Linear(1, 1), "second": nn.Linear(1, 1)})
+    assert layout.in_components({"wte": 0, "second": 0}, hf_model) == {"embed": 0}
+    says = "'second', which is part of no component, .*: leave it out; the components are embed$"
+    with pytest.raises(ValueError, match=says):
+        layout.in_components({"": 0, "second": 1}, hf_model)
+    config = transformers.Gemma4TextConfig(num_hidden_layers=2)
+    placement = tl_devicefix.plan(config, device_map={"": 1, "embed": 0})
+    assert placement.device_of("rest") == placement.home == machine.devices[0]
+    with pytest.raises(ValueError, match=r"names 'rest', .*: name one of embed, .* unembed \(each"):
+        tl_devicefix.plan(config, device_map={"": 0, "rest": 1})
 
 
 def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):

@@ -226,7 +226,7 @@ def refuse_weights(tensors: Iterable[object]) -> None:
 
 @cache  # once a process
 def refuse_in_steps() -> None:
-    """Refuse weights of other hosts in optimizers' steps: `differentiable=True` takes any tensor."""
+    """Refuse weights of other hosts in steps of optimizers with `differentiable=True` too."""
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
         refuse_weights(weight for group in optimizer.param_groups for weight in group["params"])
