@@ -66,8 +66,8 @@ class TokenBatches(Iterator[torch.Tensor]):
         by_token: bool,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, but is {shown(value)}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an int of 1 or more, but is {shown(value)}")
         self._groups = _Groups(stored, by_token, group_bytes, shuffle, seed)
         self._name, self._batch_size, self._epochs = stored.entry.name, batch_size, epochs
         self._shuffle, self._seed = shuffle, seed
