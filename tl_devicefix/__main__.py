@@ -117,7 +117,9 @@ def _memory(text: str) -> int | str | dict[int | str, int | str]:
     """Return "80GiB" as it is, "0=24GiB,1=80GiB" as a dict, and digits alone as bytes."""
     if "=" not in text:  # one size for every device
         return _number(text)
-    pairs = (part.partition("=") for part in text.split(","))
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(not device.strip() or not size.strip() for device, _, size in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not DEVICE=SIZE, as in 0=24GiB,1=80GiB")
     return {_number(device.strip()): _number(size.strip()) for device, _, size in pairs}
 
 

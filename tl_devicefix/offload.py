@@ -382,9 +382,12 @@ def attach_parts(block: nn.Module, root: nn.Module) -> None:
     """
     offloaded = OffloadedForward.of(block)
     if offloaded is not None:
-        for module in root.modules():
+        for path, module in root.named_modules():
             OffloadedPart.detach(module)
-            if module is not block and next(module.parameters(), None) is not None:
+            # torch computes a parametrized weight where the original is, also to remove it.
+            if module is block or "parametrizations" in path.split("."):
+                continue
+            if next(module.parameters(), None) is not None:
                 OffloadedPart(offloaded).attach(module)
 
 

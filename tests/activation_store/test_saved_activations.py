@@ -222,6 +222,7 @@ READ = [
     (lambda h: h[WRITTEN][..., 0], "indexed by examples only"),
     (lambda h: h[WRITTEN][[True, False]], "boolean index did not match"),
     (lambda h: h.activations(WRITTEN, -1, epochs=None), "batch_size must be 1 or more, but is -1"),
+    (lambda h: h[WRITTEN][True], "is indexed by examples, but True is none: write a number"),
     (lambda h: h.activations(WRITTEN).load_state_dict({}), "the state has batch_size=None, but"),
 ]
 

@@ -83,6 +83,7 @@ def test_selfcheck_notices_a_corrupted_copy(capsys, monkeypatch):
         ("--help", "{demo,selfcheck,estimate}"),
         ("--version", tl_devicefix.__version__),
         ("estimate", "the following arguments are required: model"),
+        ("estimate gpt2 --max-memory 0=1GiB,", "'0=1GiB,' is not DEVICE=SIZE, as in 0=24GiB"),
     ],
 )
 def test_help_and_mistakes_print_usage_and_exit_status(arguments, says, capsys):

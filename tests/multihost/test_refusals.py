@@ -64,6 +64,11 @@ def test_optimizer_changes_no_remote_weight(load, host, tokens):
     optimizer.step()
     assert len(optimizer.param_groups) == 1
     assert not torch.equal(own[0], before)
+    before = own[0].clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)
+    with pytest.raises(RuntimeError, match=frozen):
+        optimizer.step()
+    assert torch.equal(own[0], before)
 
 
 def _first_weight(block):

@@ -7,6 +7,7 @@ from devices import device
 from model_classes import BRIDGE, CLASSES, HOOKED
 from offloads import assert_at_rest, offloaded_blocks
 from packaging.version import Version
+from torch.nn.utils import parametrize
 
 from tl_devicefix.dispatch.forward import is_aligned
 from tl_devicefix.monkeypatch.versions import installed
@@ -82,6 +83,19 @@ def test_moving_to_one_device_ends_offloading(device, load, reference, tokens):
     assert not is_aligned(model)
     assert all("forward" not in vars(module) for module in model.modules())
     assert_agrees(model(tokens.to(target)), reference(tokens), target)
+
+
+def test_a_parametrization_of_an_offloaded_weight_is_removed(load, tokens):
+    model = load("llama", "some of one device")
+    block = model.blocks[offloaded_blocks(model)[0]]
+    module, name = next(
+        (m, n) for m in block.modules() for n, w in m._parameters.items() if w is not None
+    )
+    parametrize.register_parametrization(module, name, torch.nn.Tanh())
+    expected = model(tokens)
+    parametrize.remove_parametrizations(module, name)
+    assert_at_rest(model)
+    assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.bridge(in_3=True)

@@ -358,7 +358,7 @@ def test_what_cannot_be_in_a_batch_is_refused(on_one, tokens):
         with pytest.raises(ValueError, match=rf"{words}.*batch_size=1"):
             batched(model, tokens, [[]], **arguments)
     for wrong in (0, 1.5, "2"):
-        with pytest.raises(ValueError, match="batch_size must be 1 or more runs, but is"):
+        with pytest.raises(ValueError, match="batch_size must be an int of 1 or more, but is"):
             batched(model, tokens, [[]], wrong)
     for edit in (lambda a, hook: a[:, :1], lambda a, hook: a.double(), lambda a, hook: 0.0):
         with pytest.raises(ValueError, match=r"hook on blocks\.2\..* returned .* shape and dtype"):
@@ -401,7 +401,7 @@ def test_patching_in_batches_gives_transformer_lens_results(on_one, tokens):
         assert_agrees(call(), expected, tolerance=2e-5)
     finally:
         before.__exit__()
-    with pytest.raises(ValueError, match="batch_size must be 1 or more runs"):
+    with pytest.raises(ValueError, match="batch_size must be an int of 1 or more"):
         tl_devicefix.batch_sweeps(0)
     assert torch.equal(call(), expected)
 

@@ -534,7 +534,7 @@ def test_caller_may_run_and_hook_the_model_between_results(model, batches):
 def test_pipeline_map_refuses_bad_arguments_at_once(on_one):
     model = on_one("llama")
     for max_in_flight in (0, 1.5, "2"):
-        with pytest.raises(ValueError, match="max_in_flight must be 1 or more runs, but is"):
+        with pytest.raises(ValueError, match="max_in_flight must be an int of 1 or more, but is"):
             pipeline_map(model, logits, [], max_in_flight)
     with pytest.raises(TypeError, match="Linear"):
         pipeline_map(torch.nn.Linear(2, 2), logits, [])

@@ -73,8 +73,9 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 def test_devices_may_be_named_as_where_there_are_gpus():
     result = estimate("gpt2", device_map={"": "cuda:0", "blocks.3": "cuda:1"}, seq_len=8)
     assert [item.components for item in result.devices][1] == "blocks.3"
-    result = estimate("gpt2", max_memory={"cuda:1": "24GiB"}, seq_len=8)
-    assert [item.capacity for item in result.devices] == [24 * GIB]
+    for name in ("cuda:1", "cuda"):
+        result = estimate("gpt2", max_memory={name: "24GiB"}, seq_len=8)
+        assert [item.capacity for item in result.devices] == [24 * GIB]
 
 
 # Four matrices of 2.25 MiB, two of 9 MiB, biases of 3 KiB and one of 12 KiB: powers of two.

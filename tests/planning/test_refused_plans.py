@@ -19,6 +19,9 @@ def dry(model="gpt2", **options):
 
 REFUSED = [
     (lambda: dry(cls=dict), "cls must be .*, but is"),
+    (lambda: dry_run("gpt2", "hello"), "^run must be a function of the model, .* but is 'hello'$"),
+    (lambda: estimated(device="cuda"), "^estimate has no argument 'device', since .* n_devices$"),
+    (lambda: estimated(cache=","), "cache must be 'all' or names .*, but is ','$"),
     (lambda: estimated(cache="resid_pots"), "'resid_pots', but .* no such hook.* 'resid_post'"),
     (lambda: dry(CONFIG, device_map="cpu"), "^embed, .* would run on the CPU, whose memory"),
     (lambda: estimated(CONFIG, device_map={"": "cpu", "blocks.1": 0}), r"blocks.0, 2-\d, .* CPU"),

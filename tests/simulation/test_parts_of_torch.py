@@ -84,6 +84,16 @@ def test_interrupt_waits_for_backward_and_script_ends_simulating():
     assert not any(ours in ignored for ours in ("callbacks", "simulat"))  # others may say it too
 
 
+def test_fork_rng_restores_the_random_numbers(machine):
+    draw = lambda: [torch.rand(2, device=device).cpu() for device in (*machine.devices[:2], "cpu")]  # noqa: E731
+    torch.manual_seed(0)
+    expected = torch.stack(draw())
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        draw()
+    assert torch.equal(torch.stack(draw()), expected)
+
+
 def test_a_modules_backward_hook_gets_gradients_of_two_devices(machine):
     module = torch.nn.Identity()
     module.forward = lambda x: (x * 3).to("sim:1")

@@ -20,8 +20,10 @@ from hf_models import (
 from model_classes import TransformerBridge
 from parameters import in_turn
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import tl_devicefix
+from tl_devicefix.transformer_bridge.components import Layout
 
 pytestmark = pytest.mark.bridge
 
@@ -205,12 +207,48 @@ def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tok
     assert_agrees(logits, expected, home)
 
 
+@pytest.mark.filterwarnings("ignore:tensors are shared by components on several devices")
+def test_blocks_across_devices_share_weights(machine, tokenizer, tokens, tmp_path):
+    """Zamba2 has one attention layer, which several of its blocks run."""
+    sizes = {"vocab_size": D_VOCAB, "hidden_size": 32, "intermediate_size": 48, "n_mamba_heads": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 16}
+    layers = {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]}
+    ones = dict.fromkeys(("mamba_ngroups", "num_mem_blocks"), 1)
+    config = transformers.Zamba2Config(
+        **sizes, **layers, **ones, num_hidden_layers=4, mamba_headdim=16, adapter_rank=4
+    )
+    hf_model = transformers.Zamba2ForCausalLM(config).eval()
+    randomize(hf_model)
+    directory = str(save_checkpoint(hf_model, tokenizer, tmp_path))
+    home = machine.devices[0]
+    with torch.no_grad():
+        expected = hf_model(tokens).logits
+        for device_map in ({"": 0, "blocks.3": 1}, {"": 0, "blocks.2": 1, "blocks.3": "cpu"}):
+            bridge = TransformerBridge.boot_transformers(directory, device_map=device_map)
+            assert_agrees(bridge(tokens.to(home)), expected, home)
+
+
 def test_a_misspelt_module_of_transformers_is_refused(checkpoints, machine):
     says = r"names 'modle', but this model has no such component: name one of embed"
     with pytest.raises(ValueError, match=says):
         TransformerBridge.boot_transformers(
             str(checkpoints("llama")), device_map={"modle": 0, "lm_head": 0}
         )
+
+
+def test_modules_of_no_component_stay_with_embed(machine):
+    """Gemma 4 has a second embedding, which no component of a Bridge contains."""
+    layout = Layout({"embed": "wte"})
+    hf_model = nn.ModuleDict({"wte": nn.Linear(1, 1), "second": nn.Linear(1, 1)})
+    assert layout.in_components({"wte": 0, "second": 0}, hf_model) == {"embed": 0}
+    says = "'second', which is part of no component, .*: leave it out; the components are embed$"
+    with pytest.raises(ValueError, match=says):
+        layout.in_components({"": 0, "second": 1}, hf_model)
+    config = transformers.Gemma4TextConfig(num_hidden_layers=2)
+    placement = tl_devicefix.plan(config, device_map={"": 1, "embed": 0})
+    assert placement.device_of("rest") == placement.home == machine.devices[0]
+    with pytest.raises(ValueError, match=r"names 'rest', .*: name one of embed, .* unembed \(each"):
+        tl_devicefix.plan(config, device_map={"": 0, "rest": 1})
 
 
 def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):

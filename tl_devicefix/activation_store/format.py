@@ -249,6 +249,11 @@ class Stored:
     def _numbers(self, index: Examples) -> int | Sequence[int]:
         """Resolve an index to an example's number, or to several, as Python and numpy do."""
         index = index.tolist() if isinstance(index, torch.Tensor) else index
+        if isinstance(index, bool):
+            raise IndexError(
+                f"{self.entry.name} is indexed by examples, but {index} is none: write a number, "
+                "or a list with True or False for each example"
+            )
         if isinstance(index, int | slice):
             return range(len(self))[index]
         numbers = np.arange(len(self))[index]

@@ -49,7 +49,7 @@ from tl_devicefix.multihost.messages import (
     sent,
     set_attributes,
 )
-from tl_devicefix.multihost.remote_tensor import RemoteTensor
+from tl_devicefix.multihost.remote_tensor import RemoteTensor, refuse_in_steps
 from tl_devicefix.multihost.worker import HAS_MLP_IN, config_at, settings
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.placement.elsewhere import plain
@@ -281,6 +281,8 @@ def _call(self: RemoteBlock, *args: object, **kwargs: object) -> object:
 
 def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
     """Turn a model's blocks without values into remote blocks of their hosts."""
+    if remotes:
+        refuse_in_steps()
     for name, remote in remotes.items():
         block = model.get_submodule(name)
         record = _Record(remote, int(name.rpartition(".")[2]), block)

@@ -12,10 +12,12 @@ activations need not know of other hosts. There are three kinds:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tl_devicefix.placement.devices import storage_of
@@ -220,3 +222,13 @@ def refuse_weights(tensors: Iterable[object]) -> None:
                 "gradients; change a .clone() of it, give the optimiser only parameters with "
                 "requires_grad, or load the model on this host's devices alone"
             )
+
+
+@cache  # once a process
+def refuse_in_steps() -> None:
+    """Refuse weights of other hosts in steps of optimizers with `differentiable=True` too."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        refuse_weights(weight for group in optimizer.param_groups for weight in group["params"])
+
+    register_optimizer_step_pre_hook(refuse)

@@ -53,7 +53,7 @@ class batch_sweeps:
     def __init__(self, batch_size: int) -> None:
         global _batch_size
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be 1 or more runs, but is {shown(batch_size)}")
+            raise ValueError(f"batch_size must be an int of 1 or more, but is {shown(batch_size)}")
         self._batch_size = batch_size
         self._before, _batch_size = _batch_size, batch_size
 

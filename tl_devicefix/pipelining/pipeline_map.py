@@ -159,7 +159,9 @@ def n_in_flight(model: Model, max_in_flight: int | None) -> int:
     if max_in_flight is None:
         return n_devices + 1 if n_devices > 1 else 1
     if not isinstance(max_in_flight, int) or max_in_flight < 1:
-        raise ValueError(f"max_in_flight must be 1 or more runs, but is {shown(max_in_flight)}")
+        raise ValueError(
+            f"max_in_flight must be an int of 1 or more, but is {shown(max_in_flight)}"
+        )
     return max_in_flight
 
 

@@ -139,7 +139,7 @@ def sweep(
         )
     refuse_arguments(sweep, model.run_with_hooks, model, arguments)
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be 1 or more runs, but is {shown(batch_size)}")
+        raise ValueError(f"batch_size must be an int of 1 or more, but is {shown(batch_size)}")
     if arguments.pop("reset_hooks_end", True) is not True:
         raise ValueError("sweep removes the hooks of each run: leave out reset_hooks_end")
     if batch_size > 1:

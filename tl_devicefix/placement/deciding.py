@@ -30,6 +30,7 @@ from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.fitting import check_fit
 from tl_devicefix.placement.memory import Limits, MaxMemory, by_device, capacity
 from tl_devicefix.placement.placement import (
+    REST,
     ComponentSize,
     PlacedComponent,
     Placement,
@@ -196,7 +197,7 @@ def _from_dict(
     sizes: Sequence[ComponentSize], device_map: Mapping[str, DeviceLike], home: DeviceLike | None
 ) -> Placement:
     """Place components by a user's dict, in which the longest matching prefix decides."""
-    names = [size.name for size in sizes]
+    names = [size.name for size in sizes if size.name != REST]
     for key in device_map:
         if not any(_is_prefix(key, name) for name in names):
             raise ValueError(
@@ -207,7 +208,8 @@ def _from_dict(
     placed, missing = [], []
     like = None if home is None else resolve(home)
     for size in sizes:
-        keys = [key for key in device_map if _is_prefix(key, size.name)]
+        name = "embed" if size.name == REST else size.name
+        keys = [key for key in device_map if _is_prefix(key, name)]
         # Other components, such as a Bridge's rotary embedding, go with `embed`: they are small.
         if not keys and not (names_block(size.name) or size.name in _NAMED_IN_MAPS):
             keys = [key for key in device_map if _is_prefix(key, "embed")]

@@ -25,6 +25,9 @@ from tl_devicefix.placement.devices import (
 from tl_devicefix.placement.elsewhere import Elsewhere, is_elsewhere
 from tl_devicefix.placement.memory import format_table, gib
 
+REST = "rest"
+"""The component of a Bridge's modules that its adapter does not name; it is on home."""
+
 VISITING = 2
 """Offloaded blocks on a device at a time: one computes, and the next is being copied there."""
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from tl_devicefix.dispatch.naming import named_modules
 from tl_devicefix.errors import note
 from tl_devicefix.fusing import fused
+from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import CPU, DEVICE_TYPE
@@ -166,6 +167,11 @@ def dry_run(
         TypeError: for an unknown argument; the message suggests a similar one.
     """
     check_options(dry_run, config_or_model_name, options, cls)
+    if not callable(run):
+        raise TypeError(
+            "run must be a function of the model, such as lambda model: model(tokens), but is "
+            f"{shown(run)}"
+        )
     with enabled():
         planned = blueprint(config_or_model_name, dtype, options, cls)
         planned.check_numbers(on_mismatch)

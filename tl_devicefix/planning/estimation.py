@@ -287,7 +287,7 @@ def _check(job: Job, model: Blueprint) -> None:
         value = getattr(job, name)
         if type(value) is not int or value < least:
             raise ValueError(f"{name} must be an int of {least} or more, but is {shown(value)}")
-    if not isinstance(job.cache, str | None) or job.cache == "":
+    if not isinstance(job.cache, str | None) or (job.cache is not None and not job.parts):
         raise ValueError(
             "cache must be 'all' or names of hooks such as 'resid_post,z', but is "
             f"{shown(job.cache)}"

@@ -64,6 +64,11 @@ def check_options(
     cls: type | None = None,
 ) -> None:
     """Refuse options that `estimate` or `dry_run` does not have."""
+    if "device" in options:
+        raise TypeError(
+            f"{function.__name__} has no argument 'device', since it runs on no device: leave it "
+            "out, and say how many there are by n_devices"
+        )
     adapter = adapter_to_load(config_or_model_name, cls)
     names = adapter.option_names(config_or_model_name)
     # Suggest the function's own arguments too: one of them may be misspelt.
@@ -138,7 +143,9 @@ def plan(
 
 
 def _device_index(device: DeviceLike) -> DeviceLike:
-    """Return 1 for "cuda:1": there may be no such GPU here."""
+    """Return 1 for "cuda:1", and 0 for "cuda": there may be no such GPU here."""
+    if str(device) in ("cuda", "mps", "xpu"):
+        return 0
     kind, _, number = str(device).partition(":")
     is_here = kind != "cpu" and not has_slash(device)
     return int(number) if is_here and number.isdecimal() else device

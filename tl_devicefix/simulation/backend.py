@@ -64,6 +64,14 @@ class DeviceModule:
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: the CPU makes the random numbers."""
 
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        """Return the state of the CPU's generator, for `torch.random.fork_rng`."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        """Set the state of the CPU's generator."""
+        torch.set_rng_state(state)
+
     def _is_in_bad_fork(self) -> bool:
         return False  # torch asks this before it seeds devices; a CPU works after a fork
 

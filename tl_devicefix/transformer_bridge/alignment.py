@@ -39,9 +39,10 @@ def settle_bridge(bridge: TransformerBridge, placement: Placement | None) -> Non
     use(placement)
     bridge.cfg.device = str(placement.home)
     bridge.cfg.n_devices = len(placement.devices)
-    align(bridge, placement, lambda name: False)  # outputs come home in `forward`
+    # First: accelerate restores the `forward` that a module had, and `align` wraps some.
     if len(placement.memories) > 1:
         _replace_accelerates_hooks(bridge, placement)
+    align(bridge, placement, lambda name: False)  # outputs come home in `forward`
 
 
 def _replace_accelerates_hooks(bridge: TransformerBridge, placement: Placement) -> None:

@@ -28,11 +28,9 @@ except ImportError:  # TransformerLens 3.9
     )
 
 from tl_devicefix.checkpoints.hub import reading_config
-from tl_devicefix.placement.placement import ComponentSize, Placement
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.placement.placement import REST, ComponentSize, Placement, in_short
 from tl_devicefix.weight_processing import Weights
-
-REST = "rest"
-"""The component for modules that the adapter does not name; it is on home."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ class Layout:
         unembed = hf_model.get_submodule(self.paths["unembed"]) if "unembed" in self.paths else None
         if isinstance(unembed, nn.Linear) and unembed.bias is None:
             # TransformerLens adds a bias of zeros: a buffer, before 4.0 a parameter.
-            buffers["unembed"] += unembed.out_features * unembed.weight.itemsize
+            added_to = weights if has_hooked_transformer() else buffers
+            added_to["unembed"] += unembed.out_features * unembed.weight.itemsize
         if not weights[REST] + buffers[REST]:
             names = names[:-1]
         return tuple(ComponentSize(name, weights[name], buffers[name]) for name in names)
@@ -72,6 +71,7 @@ class Layout:
             return device_map
         modules = dict(hf_model.named_modules())
         named: dict[str, Any] = {}
+        apart: list[str] = []
         # The longest decides, and a component before a module.
         for name in sorted(device_map, key=lambda name: (name not in modules, len(str(name)))):
             if not name or name not in modules:  # a component, or a mistake that the plan refuses
@@ -83,7 +83,16 @@ class Layout:
                     f"device_map names {name!r}, a part of {whole}, but components are not split: "
                     f"name {self.paths[whole]!r}"
                 )
+            if not inside and next(modules[name].parameters(), None) is not None:
+                apart.append(name)
             named |= dict.fromkeys(inside, device_map[name])
+        home = named.get("embed", named.get(""))
+        for name in apart:  # a map of accelerate's may name it, and place it there
+            if device_map[name] != home:
+                raise ValueError(
+                    f"device_map names {name!r}, which is part of no component, so it stays where "
+                    f"embed is: leave it out; the components are {in_short([*self.paths])}"
+                )
         return named
 
     def device_map(self, hf_model: nn.Module, placement: Placement) -> dict[str, str]:
