@@ -35,6 +35,7 @@ from tl_devicefix.dispatch.scheduler import (
 )
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import applies_dropout
+from tl_devicefix.fusing.listening import IN_VIEW
 from tl_devicefix.misspelt import check_iterable, refuse_unknown, shown
 from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.devices import stamp
@@ -119,7 +120,9 @@ def run_all(
     model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], max_in_flight: int
 ) -> Generator[Result, None, None]:
     """Yield the result of each item, as `pipeline_map` does, without checks and notes."""
-    view = adapter_of(model).view_of(model) if max_in_flight > 1 else None
+    # A run in flight may call this for its own view: its runs go one after the other.
+    is_loop = max_in_flight == 1 or IN_VIEW in vars(model)
+    view = None if is_loop else adapter_of(model).view_of(model)
     if view is not None and not view.is_captured:
         yield from _pipelined(model, with_view_of(model, run), items, max_in_flight, view)
         return
