@@ -1,9 +1,7 @@
 """A misspelt hook point is named with the nearest one, whichever method of a model is given it."""
 
-import warnings
-
 import pytest
-from model_classes import BRIDGE, HOOKED
+from model_classes import BRIDGE
 from parameters import in_turn
 
 from tl_devicefix.monkeypatch.versions import installed
@@ -70,27 +68,3 @@ def test_activations_that_are_not_cached_are_named_with_why(
     _, cache = model.run_with_cache(at_home, names_filter=lambda name: "resid_post" in name)
     with pytest.raises(KeyError, match=says):
         cache[key]
-
-
-@pytest.mark.parametrize(
-    ("names_filter", "says"),
-    [
-        ([MISSPELT, "hook_embed"], SENTENCE),
-        (["resid_post", "hook_embed"], "did you mean 'blocks.0.hook_resid_post', or an"),
-        (["blocks.80.hook_resid_post", "hook_embed"], "; the model has blocks 0 to"),
-        (lambda name: name == MISSPELT, "names_filter selects no hook point"),
-    ],
-)
-def test_names_filter_of_unknown_names_warns(names_filter, says, model, tokens):
-    with pytest.warns(UserWarning, match=says):
-        model.run_with_cache(tokens, names_filter=names_filter)
-
-
-@pytest.mark.parametrize("names_filter", [None, "hook_embed", ["blocks.3.hook_resid_post"]])
-def test_names_filter_of_known_names_does_not_warn(names_filter, model_class, model, tokens):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.run_with_cache(tokens, names_filter=names_filter)
-        if model_class == HOOKED or installed().major > 3:
-            model.get_caching_hooks(names_filter)
-        model.run_with_hooks(tokens, fwd_hooks=[(lambda name: False, print)])

@@ -1,12 +1,10 @@
-"""Suggest a name if a hook, or a cache's filter, names a hook point that the model lacks."""
+"""Suggest a name if a hook, or a read of a cache, names a hook point that the model lacks."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from typing import TypeVar
-
-from transformer_lens.hook_points import NamesFilter
 
 from tl_devicefix.misspelt import UnknownName, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import patches
@@ -54,24 +52,6 @@ def run_with_hooks(original: Callable[..., T], self: Model, *args: object, **kwa
     """Wrap `run_with_hooks`: names are checked as in `hooks`."""
     _check_hooks(self, args[1:], kwargs)
     return original(self, *args, **kwargs)
-
-
-def warn_of_unknown(model: Model, names_filter: NamesFilter) -> None:
-    """Warn about names in a `names_filter` that the model lacks: they are not cached."""
-    names = [names_filter] if isinstance(names_filter, str) else names_filter
-    for name in names if isinstance(names, list) else ():
-        if not _is_hook_point(model, name):
-            warnings.warn(f"names_filter: {_sentence(model, name)}", stacklevel=4)
-
-
-def warn_of_empty(names_filter: NamesFilter, selected: object) -> None:
-    """Warn about a `names_filter` function that selected nothing."""
-    if callable(names_filter) and not selected:
-        warnings.warn(
-            "names_filter selects no hook point that ran, so the cache is empty: names are in "
-            "model.hook_dict",
-            stacklevel=4,
-        )
 
 
 def why_not_cached(model: Model, name: str) -> str:

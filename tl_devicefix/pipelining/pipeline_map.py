@@ -64,11 +64,12 @@ def pipeline_map(
     bit for bit.
 
     With ``max_in_flight=1`` (the default on one device), this is that loop: `run` gets the model
-    itself. So it is if a function or object of yours on the model (a permanent hook, a ``forward``)
-    holds one of the model's modules. Otherwise each run has a thread, and a view of the model: the
-    same class, parameters, config and placement, but its own hooks. A run may read `model` itself,
-    but neither run nor hook it; a view's `hook.ctx` is emptied when the run ends, so return a copy.
-    Either way, hooks that a run adds to hook points are gone then.
+    itself. So it is for a run's own view, and if a function or object of yours on the model (a
+    permanent hook, a ``forward``) holds one of the model's modules. Otherwise each run has a
+    thread, and a view of the model: the same class, parameters, config and placement, but its own
+    hooks. A run may read `model` itself, but neither run nor hook it; a view's `hook.ctx` is
+    emptied when the run ends, so return a copy. Either way, hooks that a run adds to hook points
+    are gone then.
 
     Runs in flight may not change what they share. A run raises if it draws torch's random numbers
     (without its own ``torch.Generator``), calls ``backward``, reads or sets a leaf's ``.grad``,

@@ -15,7 +15,6 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.carrying import bring_home
-from tl_devicefix.dispatch.hook_names import warn_of_empty, warn_of_unknown
 from tl_devicefix.dispatch.mixing import mix_devices
 from tl_devicefix.fusing.fused import class_of
 from tl_devicefix.fusing.listening import unsupported_mode
@@ -91,15 +90,12 @@ def run_with_cache(
 
     With `device`, they are moved to it as they are computed, and read on it.
     """
-    names_filter = kwargs.get("names_filter")
-    warn_of_unknown(self, names_filter)
     at_home = cache_for(self, kwargs.get("device"))
     is_used = at_home is not None and kwargs.get("device") is not None
     with warnings.catch_warnings() if is_used else contextlib.nullcontext():
         if is_used:  # TransformerLens says that it is not
             warnings.filterwarnings("ignore", message=r"run_with_cache\(device=.*ignored")
         output, cache = original(self, *args, **kwargs)
-    warn_of_empty(names_filter, cache)
     if at_home is None:
         return output, cache
     if isinstance(cache, ActivationCache):
