@@ -58,16 +58,15 @@ class ReadAt(JoinedAt):
     Args:
         device: the device that mixed operands are copied to, and that stacks are made on.
         model: the model, or whatever a cache has as its `model`.
-        what: the name of what is read, for messages.
         in_place: True to ignore the functions' own `.to(home)`, so that tensors move only when
             they are mixed with others; False to copy them to `device` instead.
     """
 
-    def __init__(self, device: torch.device, model: object, what: str, in_place: bool) -> None:
+    def __init__(self, device: torch.device, model: object, in_place: bool) -> None:
         home, placement = home_of(model), placement_of(model)
         memories = () if placement is None else placement.memories
         super().__init__(device, frozenset({device, home or device, *memories}))
-        self._home, self._what, self._in_place = home, what, in_place
+        self._home, self._in_place = home, in_place
 
     def target(self, tensors: list[torch.Tensor], devices: frozenset[torch.device]) -> torch.device:
         """Return the mode's device, or the one on which an offloaded weight's block runs."""
@@ -86,7 +85,7 @@ class ReadAt(JoinedAt):
             tensors = args[0]
             are_tensors = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
             if are_tensors and len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:
-                check_room(sum(tensor.nbytes for tensor in tensors), self._device, self._what)
+                check_room(sum(tensor.nbytes for tensor in tensors), self._device)
                 return _StackOn.apply(self._device, *tensors)  # [block, *part]
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -116,29 +115,25 @@ class _StackOn(torch.autograd.Function):
         return (None, *(part.to(device) if needed else None for part, device, needed in parts))
 
 
-def check_room(needed: int, device: torch.device, what: str) -> None:
-    """Check that a device has room for a tensor before it is copied."""
+def check_room(needed: int, device: torch.device) -> None:
+    """Check that a device has room for a stack before its parts are copied."""
     on_cpu = device.type == "cpu"  # `free_memory` does not report host memory
     room = psutil.virtual_memory().available if on_cpu else free_memory(device)
     if room is not None and needed > room:
         other = "" if on_cpu else 'within `with tl_devicefix.gather_on("cpu"):`, or '
         raise torch.OutOfMemoryError(
-            f"{what} is {gib(needed)}, but {printed(device)} has {gib(room)} free: read it {other}"
-            "block by block"
+            f"a stack of all blocks takes {gib(needed)}, but {printed(device)} has {gib(room)} "
+            f"free: read it {other}block by block"
         )
 
 
 def read_together(
-    device: torch.device | None,
-    model: object,
-    what: str,
-    read: Callable[[], T],
-    in_place: bool = True,
+    device: torch.device | None, model: object, read: Callable[[], T], in_place: bool = True
 ) -> T:
     """Call `read` within `ReadAt`, and bring its result to `device`; without one, just call it."""
     if device is None:
         return read()
-    with ReadAt(device, model, what, in_place), gather_on(device), noting_mixed_devices():
+    with ReadAt(device, model, in_place), gather_on(device), noting_mixed_devices():
         result = read()
     return move(map_entries(result, lambda part: move(part, device)), device)
 
@@ -156,11 +151,8 @@ _GATHERS = "weights of several devices are read at home, or on the device of `ga
 @patches("TransformerBridge", "_stack_block_params", takes="self attr_path", why=_GATHERS)
 def gathered(original: Callable[..., T], self: Model, *args: object, **kwargs: object) -> T:
     """Wrap a property or method that returns a weight, stacked weights, or a result from them."""
-    name = original.__name__
-    if name == "_stack_block_params" and args:  # a path like "attn.W_Q"
-        name = str(args[0]).rpartition(".")[2]
     read = functools.partial(original, self, *args, **kwargs)
-    return read_together(gathering_device(self), self, f"model.{name}", read)
+    return read_together(gathering_device(self), self, read)
 
 
 @patches("HookedTransformer", *_KEY_VALUE_NAMES, why=_GATHERS)
@@ -173,15 +165,13 @@ def stacked_key_value_heads(
     if device is None or not hasattr(attn, f"_{name}"):
         return gathered(original, self)
 
-    what = f"model.{name}"
-
     def repeated() -> torch.Tensor:
         # [block, key_head, ...]: repeat after stacking, so that fewer bytes cross devices.
         stack = torch.stack([getattr(block.attn, f"_{name}") for block in self.blocks])
-        check_room(stack.nbytes * attn.repeat_kv_heads, device, what)
+        check_room(stack.nbytes * attn.repeat_kv_heads, device)
         return stack.repeat_interleave(attn.repeat_kv_heads, dim=1)  # [block, head, ...]
 
-    return read_together(device, self, what, repeated)
+    return read_together(device, self, repeated)
 
 
 class CacheAtHome(dict[str, torch.Tensor]):
@@ -219,8 +209,8 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def popitem(self) -> tuple[str, torch.Tensor]:
         """Return a name and a tensor as `dict.popitem` does, at home."""
-        name, value = super().popitem()
-        return name, move(value, self.home)
+        name = next(reversed(self))
+        return name, self.pop(name)
 
     if not TYPE_CHECKING:  # their types are those of dict's methods
         # dict's own methods bypass `__getitem__`.
@@ -310,11 +300,10 @@ def reading_together(
     if device is not None:
         args, kwargs = bring_home((args, kwargs), device)  # such as `project_output_onto`
     read = functools.partial(original, self, *args, **kwargs)
-    name = original.__name__
     # Head results, [batch, pos, head, d_model], are larger than their factors: they are computed
     # on each block's device, and stay there until they are read.
-    in_place = name == "compute_head_results"
-    return read_together(device, self.model, f"cache.{name}", read, in_place)
+    in_place = original.__name__ == "compute_head_results"
+    return read_together(device, self.model, read, in_place)
 
 
 @patches(

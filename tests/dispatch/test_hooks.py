@@ -84,34 +84,35 @@ def test_hooks_may_use_and_change_tensors_on_the_home_device(script, model, refe
 
 
 @pytest.mark.parametrize(
-    ("hook", "message", "direction"),
+    ("hook", "direction"),
     in_turn(
         [
-            (
-                lambda x, hook: x + torch.ones(16),
-                rf"mixes devices: .* on {device(3)}.*\.to\(activ",
-            ),
-            (lambda x, hook: x.cpu(), f"returned a tensor on cpu, .* on {device(3)}"),
-            (lambda x, hook: (x.cpu(),), f"returned a tensor on cpu, .* on {device(3)}"),
+            lambda x, hook: x + torch.ones(16),
             # Refused, because its running statistics would be those of a copy.
-            (
-                lambda x, hook: torch.nn.BatchNorm1d(9).to(device(0))(x),
-                rf"mixes devices: .* on {device(3)}",
-            ),
+            lambda x, hook: torch.nn.BatchNorm1d(9).to(device(0))(x),
         ],
         ["fwd", "bwd"],
     ),
 )
-def test_error_names_the_hook_that_mixes_foreign_devices(
-    hook, message, direction, model, shared, tokens
-):
+def test_a_hook_that_mixes_foreign_devices_raises(hook, direction, model, shared, tokens):
     """On one GPU, a tensor on the CPU fails too; another model there makes no difference."""
     _another = shared("llama", device="cpu")
     with (
         model.hooks(**{f"{direction}_hooks": [(LAST, hook)]}),
-        pytest.raises(RuntimeError, match=r"hook on blocks\.4\.hook_resid_post " + message),
+        pytest.raises(RuntimeError, match="same device"),
     ):
         model(tokens, return_type="loss").backward()
+
+
+def test_what_a_hook_returns_goes_to_its_activations_device(model, reference, tokens):
+    halve = lambda x, hook: (x / 2).cpu()  # noqa: E731
+    double = lambda gradient, hook: ((gradient * 2).cpu(),)  # noqa: E731
+    for each in (model, reference):
+        each.zero_grad()
+        with each.hooks(fwd_hooks=[(LAST, halve)], bwd_hooks=[(LAST, double)]):
+            each(tokens, return_type="loss").backward()
+    gradients = [each.blocks[0].mlp.W_in.grad for each in (model, reference)]
+    assert_agrees(*gradients)
 
 
 def test_users_error_in_a_hook_is_raised_unchanged(model, tokens):

@@ -106,22 +106,6 @@ def test_forward_moves_the_same_parameter_with_its_grad(load, machine, tokens):
     assert "device" not in {finding.kind for finding in check(model).findings}
 
 
-def test_line_that_the_warning_suggests_silences_it(load, on_one, machine, tokens):
-    model, reference = load("llama"), on_one("llama")
-    a_parameter(model)
-    a_parameter(reference)
-    with pytest.warns(UserWarning, match="to do without the copy") as warned:
-        model(tokens.to(device(0)))
-    warning = next(caught for caught in warned if "without the copy" in str(caught.message))
-
-    line = str(warning.message).partition("the copy, write ")[2]
-    held, name = weight(reference, 4)
-    exec(line, {"model": model, "value": held[name].detach()})
-
-    with no_warning():
-        assert_agrees(model(tokens.to(device(0))), reference(tokens))
-
-
 @pytest.mark.hooked
 def test_tensors_put_into_an_offloaded_block_move_to_the_host(load, on_one, tokens):
     model = load("llama", device_map={"": 0, "blocks.3": "cpu", "blocks.4": 3})

@@ -121,8 +121,7 @@ def test_hook_that_mixes_devices_is_reported_with_its_module():
 
     dry = dry_run("gpt2", job, n_devices=4, **FOUR_LAYERS)
 
-    own_name = "hook_resid_post" if has_hooked_transformer() else "hook_out"
-    assert f"hook on blocks.3.{own_name} mixes devices" in str(dry.error)
+    assert "same device" in str(dry.error)
     assert "within blocks.3" in str(dry.stopped_at)
     assert "elsewhere[0]" in str(dry.stopped_at)
 

@@ -13,7 +13,7 @@ from tl_devicefix.around import Around
 from tl_devicefix.dispatch.carrying import bring_home, carry
 from tl_devicefix.dispatch.mixing import pausing_modes
 from tl_devicefix.dispatch.scheduler import current_run, moving_to, refuse_in_run, run_ahead
-from tl_devicefix.dispatch.user_modules import WATCH, IsOwn, Watch, move_in_parts
+from tl_devicefix.dispatch.user_modules import WATCH, Watch, move_in_parts
 from tl_devicefix.errors import noting_mixed_devices
 from tl_devicefix.offload import offload_blocks, prefetching
 from tl_devicefix.placement.devices import CPU
@@ -29,22 +29,17 @@ WHY_REFUSED = (
 )
 
 
-def align(
-    model: Model,
-    placement: Placement,
-    brings_home: Callable[[str], bool],
-    is_own: IsOwn | None = None,
-) -> None:
+def align(model: Model, placement: Placement, brings_home: Callable[[str], bool]) -> None:
     """Make a model run across the devices of `placement`, replacing any earlier alignment.
 
     A model in one memory gets no hooks. A component's output comes home if `brings_home(name)` is
-    True. Without `is_own`, users' modules get no `PinnedModule`.
+    True.
     """
     unalign(model)
     if len(placement.memories) > 1:
         carry(model, placement, brings_home)
         offload_blocks(model, placement.here)
-        watch = model.__dict__[WATCH] = Watch(is_own)
+        watch = model.__dict__[WATCH] = Watch()
         watch.bring_in(model, placement.here)
 
 

@@ -387,12 +387,8 @@ def _in_any_thread(hook: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
     @functools.wraps(hook, updated=())
     def mixing(gradient: torch.Tensor) -> object:
         # A mode applies to one thread, and on CUDA autograd calls hooks in other threads.
-        devices = devices_in_use() | {CPU}
-        with JoinedAt(gradient.device, devices):
-            result = hook(gradient)
-        if isinstance(result, torch.Tensor) and result.device in devices:
-            return result.to(gradient.device)
-        return result
+        with JoinedAt(gradient.device, devices_in_use() | {CPU}):
+            return _to_device(hook(gradient), gradient.device)
 
     return mixing
 
@@ -491,31 +487,16 @@ class _HookAcrossDevices:
             with resuming_modes(), joined:
                 result = self._user_hook(activation, hook=hook)
         except Exception as error:
-            if mixes and isinstance(error, RuntimeError) and "same device" in str(error):
-                raise RuntimeError(
-                    f"the hook on {hook.name} mixes devices: its activation is on "
-                    f"{printed(activation.device)}, so bring other tensors there with "
-                    f".to(activation.device) ({error})"
-                ) from error
             got = shown(activation)
             if is_tensor:
                 got = f"{list(activation.shape)} on {printed(activation.device)}"
             note(error, f"this error is from the hook on {hook.name}, whose activation is {got}")
             raise
-        return _result_on(result, activation.device, devices, hook.name) if mixes else result
+        return _to_device(result, activation.device) if mixes else result
 
 
-def _result_on(
-    result: object, device: torch.device, devices: frozenset[torch.device], name: str | None
-) -> object:
-    """Bring a hook's result to its activation's device."""
-    if isinstance(result, tuple) and len(result) == 1:  # backward hooks may return (gradient,)
-        return (_result_on(result[0], device, devices, name),)
-    if not isinstance(result, torch.Tensor) or result.device == device:
-        return result
-    if result.device not in devices:
-        raise RuntimeError(
-            f"the hook on {name} returned a tensor on {printed(result.device)}, but its activation "
-            f"is on {printed(device)}: return it with .to(activation.device)"
-        )
-    return result.to(device)
+def _to_device(result: object, device: torch.device) -> object:
+    """Bring what a hook returned to a device: a tensor, or (gradient,)."""
+    if isinstance(result, torch.Tensor):
+        return result.to(device)
+    return map_entries(result, lambda part: _to_device(part, device))

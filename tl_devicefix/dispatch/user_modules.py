@@ -13,7 +13,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.around import Args, Forward, Kwargs, ResumesModes
 from tl_devicefix.dispatch.carrying import bring_home
 from tl_devicefix.dispatch.mixing import JoinedAt, resuming_modes, tensor_bytes, tensors_in
-from tl_devicefix.dispatch.naming import expression, join_path, list_names
+from tl_devicefix.dispatch.naming import join_path, list_names
 from tl_devicefix.fusing.listening import IN_VIEW
 from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.offload import attach_parts, pin
@@ -34,9 +33,6 @@ from tl_devicefix.types import Model
 
 WATCH = "_tl_devicefix_watch"
 """A model split across devices has its `Watch` under this name."""
-
-IsOwn = Callable[[Any, str, nn.Module], bool]
-"""Takes a model, a path and its module; returns True if TransformerLens has such a module there."""
 
 
 class PinnedModule(ResumesModes):
@@ -65,19 +61,19 @@ def runs_where_it_is(module: nn.Module) -> bool:
     return PinnedModule.of(module) is not None
 
 
-def _users_modules(model: Model, placement: Placement, is_own: IsOwn) -> Iterator[nn.Module]:
+def _users_modules(model: Model, placement: Placement) -> Iterator[nn.Module]:
     """Yield the outermost modules in each component that are not part of TransformerLens."""
-    # TransformerLens also uses torch's module classes. A module of such a class is a user's only if
-    # it is elsewhere and `is_own` returns False for it.
+    # A module of torch's is a user's if it is a component, or directly in one, and elsewhere:
+    # TransformerLens's own are further inside, such as the linear layers of experts.
     inside: set[nn.Module] = set()
     for component, root in placement.modules_of(model):
         own = (None, component.device, component.stored_on)  # None without weights
-        for path, module in root.named_modules(prefix=component.name):
+        for path, module in root.named_modules():
             package = package_of(type(module))
             if module in inside or package == "transformer_lens":
                 continue
-            elsewhere = device_of_weights(module) not in own
-            if package != "torch" or (elsewhere and not is_own(model, path, module)):
+            is_outer = "." not in path
+            if package != "torch" or (is_outer and device_of_weights(module) not in own):
                 inside.update(module.modules())
                 yield module
 
@@ -95,16 +91,14 @@ def move_in_parts(model: Model, placement: Placement) -> None:
 class Watch:
     """Snapshot of each component's modules and tensors; moves what was assigned since."""
 
-    def __init__(self, is_own: IsOwn | None, warned_of: set[str] | None = None) -> None:
-        self._is_own = is_own
-        self._warned_of = set() if warned_of is None else warned_of
+    def __init__(self) -> None:
         # Use weak references: a replaced module has to be freed at once.
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: tuple[list[int], list[torch.device]] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         # A copied or unpickled model has other modules, so the snapshot is not copied.
-        return Watch, (self._is_own, self._warned_of)
+        return Watch, ()
 
     def is_as_seen(self) -> bool:
         """Return True if modules, and the devices of tensors, are those of the last check."""
@@ -138,15 +132,14 @@ class Watch:
                 attach_parts(root, root)
             self._modules = [weakref.ref(module) for root in roots for module in _own_modules(root)]
             self._seen = self._now()
-        _warn(moved, [tensor for tensor in left if tensor.full_name not in self._warned_of])
-        self._warned_of |= {tensor.full_name for tensor in left}
+        _warn(moved, left)
 
     def _attach(self, model: Model, placement: Placement) -> None:
         """Attach `PinnedModule` to users' modules, and detach it from all others."""
         for module in model.modules():
             PinnedModule.detach(module)
-        if self._is_own is not None:
-            for module in list(_users_modules(model, placement, self._is_own)):
+        if not hasattr(model, "original_model"):  # a Bridge's move to their component
+            for module in list(_users_modules(model, placement)):
                 _run_where_it_is(module)
 
 
@@ -221,13 +214,9 @@ def _shared(model: Model, placement: Placement) -> Callable[[nn.Module | torch.T
 def _warn(moved: list[PlacedTensor], left: list[PlacedTensor]) -> None:
     sentences = []
     if moved:
-        first = moved[0]
-        # torch refuses a tensor in a parameter's place, but not as its .data.
-        put = ".data" if first.is_weight else ""
         sentences.append(
             "tensors were assigned from another device, and are moved to their component's: "
-            f"{_named(moved)}; to do without the copy, write "
-            f'{expression(first.full_name)}{put} = value.to("{first.planned}")'
+            f"{_named(moved)}; to do without the copy, assign value.to('{moved[0].planned}')"
         )
     if left:
         sentences.append(

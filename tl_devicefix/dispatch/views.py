@@ -37,7 +37,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from tl_devicefix.around import AroundForward
 from tl_devicefix.dispatch.naming import each_module
-from tl_devicefix.dispatch.scheduler import encoding
+from tl_devicefix.dispatch.scheduler import encode_in_turn
 from tl_devicefix.dispatch.user_modules import WATCH, move_in_parts
 from tl_devicefix.fusing.fused import BOUND
 from tl_devicefix.fusing.listening import HOOKS, IN_VIEW, count_assignment, count_hook
@@ -156,11 +156,7 @@ def _encoding_in_turn(kind: type) -> type:
     """Return a subclass of a tokenizer's class that encodes texts while it holds the lock."""
 
     def in_turn(name: str) -> Callable[..., object]:
-        def encode(self: object, *args: object, **kwargs: object) -> object:
-            with encoding:
-                return getattr(kind, name)(self, *args, **kwargs)
-
-        return encode
+        return lambda *args, **kwargs: encode_in_turn(getattr(kind, name), *args, **kwargs)
 
     methods = filter(functools.partial(hasattr, kind), ("_encode_plus", "_batch_encode_plus"))
     return type(kind.__name__, (kind,), {name: in_turn(name) for name in methods})
@@ -305,8 +301,6 @@ def _noting(kind: type) -> type:
 _NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
 _NOTES = frozenset(_NOTING.values())
 _RESTORED = _NOTES | {list, set}
-_OWN_KINDS = _CONTAINERS | _NOTES
-"""Classes of a module's own containers. Those of a view note changes, and so does a view of it."""
 
 _KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes know modules, or keep a run's state, so they get counterparts.
@@ -452,8 +446,7 @@ class ViewBuilder:
         return _rule(kind)(self, value)
 
     def _holder(self, value: object) -> object:
-        attributes = dict(vars(value))  # first: it may be another view's `UnusedHookPoint`
-        kind = type(value)
+        kind, attributes = type(value), dict(vars(value))
         # Record the counterpart before it is filled: what it holds may lead back to it.
         counterpart = self._counterparts[id(value)] = object.__new__(kind)
         # Module classes override __setattr__.
@@ -481,7 +474,7 @@ class ViewBuilder:
                 continue
             if name == BOUND:
                 self._bound.append((attributes, value))
-            elif value_kind in _OWN_KINDS and _is_own(kind, name):
+            elif value_kind in _CONTAINERS and _is_own(kind, name):
                 if value:
                     attributes[name] = self._own(value)
                     state.is_hooked |= name in _OF_HOOK_POINTS
@@ -514,7 +507,7 @@ class ViewBuilder:
         if isinstance(value, tuple):
             counterpart = getattr(value, "_make", type(value))(counterparts)
         else:
-            is_own = type(value) in _OWN_KINDS
+            is_own = type(value) in _CONTAINERS
             counterpart = self._owner.new(type(value)) if is_own else copy.copy(value)
             self._owner.inner += (counterpart,)
             refill(counterpart, counterparts)

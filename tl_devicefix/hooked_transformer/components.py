@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from packaging.version import Version
 from torch import nn
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens import HookedTransformerConfig
 from transformer_lens.components import (
     Embed,
     LayerNorm,
@@ -20,7 +20,7 @@ from transformer_lens.components import (
 )
 
 from tl_devicefix.monkeypatch.versions import installed
-from tl_devicefix.placement.placement import ComponentSize, component_of
+from tl_devicefix.placement.placement import ComponentSize
 
 IS_2 = installed() < Version("3.dev0")
 """True if TransformerLens 2 is installed."""
@@ -79,16 +79,6 @@ def empty_component(name: str, cfg: HookedTransformerConfig) -> nn.Module:
         if name == "ln_final":
             return final_norm_class(cfg)(cfg)
         return {"embed": Embed, "pos_embed": PosEmbed, "unembed": Unembed}[name](cfg)
-
-
-def is_own(model: HookedTransformer, path: str, module: nn.Module) -> bool:
-    """Return True if TransformerLens's own module at `path` is of the same class."""
-    component = component_of(path)
-    try:
-        own = empty_component(component, model.cfg).get_submodule(path[len(component) + 1 :])
-    except (AttributeError, KeyError):  # no such module, or no such component
-        return False
-    return type(own) is type(module)
 
 
 def final_norm_class(cfg: HookedTransformerConfig) -> type[nn.Module]:

@@ -17,7 +17,7 @@ from tl_devicefix.around import Args, Around, Kwargs
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.forward import is_aligned
 from tl_devicefix.fusing.one_forward import is_in_forward
-from tl_devicefix.hooked_transformer.components import component_sizes, is_own
+from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.multihost.remote_block import refuse_to_convert
 from tl_devicefix.offload import pin
@@ -202,7 +202,7 @@ def share_buffers(model: nn.Module) -> None:
 def align_hooked(model: HookedTransformer, placement: Placement) -> None:
     """Make `model` run across the devices of `placement`, replacing any earlier alignment."""
     # A block's output goes to the next device, not home.
-    running.align(model, placement, lambda name: not name.startswith("blocks."), is_own)
+    running.align(model, placement, lambda name: not name.startswith("blocks."))
     if model.cfg.positional_embedding_type != "alibi":
         return
     for block in model.blocks:

@@ -36,6 +36,7 @@ from tl_devicefix.dispatch.scheduler import (
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.errors import note, refuse_unknown, shown
 from tl_devicefix.fusing.fused import applies_dropout
+from tl_devicefix.fusing.listening import IN_VIEW
 from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.devices import stamp
 from tl_devicefix.placement.elsewhere import TensorElsewhere
@@ -62,11 +63,12 @@ def pipeline_map(
     bit for bit.
 
     With ``max_in_flight=1`` (the default on one device), this is that loop: `run` gets the model
-    itself. So it is if a function or object of yours on the model (a permanent hook, a ``forward``)
-    holds one of the model's modules. Otherwise each run has a thread, and a view of the model: the
-    same class, parameters, config and placement, but its own hooks. A run may read `model` itself,
-    but neither run nor hook it; a view's `hook.ctx` is emptied when the run ends, so return a copy.
-    Either way, hooks that a run adds to hook points are gone then.
+    itself. So it is for a run's own view, and if a function or object of yours on the model (a
+    permanent hook, a ``forward``) holds one of the model's modules. Otherwise each run has a
+    thread, and a view of the model: the same class, parameters, config and placement, but its own
+    hooks. A run may read `model` itself, but neither run nor hook it; a view's `hook.ctx` is
+    emptied when the run ends, so return a copy. Either way, hooks that a run adds to hook points
+    are gone then.
 
     Runs in flight may not change what they share. A run raises if it draws torch's random numbers
     (without its own ``torch.Generator``), calls ``backward``, reads or sets a leaf's ``.grad``,
@@ -117,7 +119,9 @@ def run_all(
     model: Model, run: Callable[[Model, Item], Result], items: Iterable[Item], max_in_flight: int
 ) -> Generator[Result, None, None]:
     """Yield the result of each item, as `pipeline_map` does, without checks and notes."""
-    view = adapter_of(model).view_of(model) if max_in_flight > 1 else None
+    # A run in flight may call this for its own view: its runs go one after the other.
+    is_loop = max_in_flight == 1 or IN_VIEW in vars(model)
+    view = None if is_loop else adapter_of(model).view_of(model)
     if view is not None and not view.is_captured:
         yield from _pipelined(model, with_view_of(model, run), items, max_in_flight, view)
         return
