@@ -8,6 +8,7 @@ import transformers
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 from hf_models import D_VOCAB, GROUPED, balanced_map, make_hf_model, save_checkpoint
 from model_classes import TransformerBridge
+from parameters import in_turn
 from racing import asynchronous
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -48,8 +49,7 @@ def joint_weights(bridge, kind, layer):
     return unwrap(part), unwrap(joint)
 
 
-@pytest.mark.parametrize("where", ["simulated", "pinned"])
-@pytest.mark.parametrize("kind", ["gpt2", "phi-3"])
+@pytest.mark.parametrize(("kind", "where"), in_turn(["gpt2", "phi-3"], ["simulated", "pinned"]))
 @torch.no_grad()
 def test_joint_weights_stay_shared_with_offloaded_blocks(kind, where, load, tokens):
     one = load(kind, device="cpu")
