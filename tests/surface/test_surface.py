@@ -580,29 +580,20 @@ def test_every_public_name_is_called_or_left_out(owner):
     assert {name for name in public - known if is_public(OWNERS[owner], name)} == set()
 
 
-ON_ONE = {runs, generated, runs_with_hooks, hooked_by_hand, a_cache}
-ON_ONE |= {gradients_of_weights_and_activations}
-if MODEL_CLASS == BRIDGE:  # tests/versions and tests/transformer_bridge compare it on one device
-    ON_ONE = set()
+ON_ONE = {hooked_by_hand, a_cache} if MODEL_CLASS == HOOKED else set()
+"""Run on one device too: tests/versions has the others, tests/transformer_bridge a Bridge's."""
 
 
-def pytest_generate_tests(metafunc):
-    """Run each function over several devices in one of its places, in turn; some also on one.
-
-    With `--full`, it runs in all of its places.
-    """
-    if "function" not in metafunc.fixturenames:
-        return
-    parameters = []
+def cases():
+    """Each function over several devices in one of its places, in turn; with `--full`, in all."""
     registered = [it for it in FUNCTIONS.items() if {*it[1][0]} & {*OWNERS}]
     for i, (function, (_, places)) in enumerate(registered):
         spread = [place for place in places if place[1] > 1]
-        for place in spread if metafunc.config.getoption("--hosts") else places:
+        for place in places:
             is_quick = place == spread[i % len(spread)] or (place[1] == 1 and function in ON_ONE)
-            marked = () if is_quick else pytest.mark.full
             name = f"{function.__name__}-{place[0]}-{place[1]}"
-            parameters.append(pytest.param(function, *place, marks=marked, id=name))
-    metafunc.parametrize(("function", "kind", "n_devices"), parameters)
+            marks = () if is_quick else pytest.mark.full
+            yield pytest.param(function, *place, marks=marks, id=name)
 
 
 REFUSED_OVER_HOSTS = {
@@ -664,6 +655,7 @@ def plain(value):
 
 @pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*is dispatched across:UserWarning")
+@pytest.mark.parametrize(("function", "kind", "n_devices"), [*cases()])
 def test_each_call_gives_what_one_device_gives(
     function, kind, n_devices, load, on_one, loaded, tokens, pytestconfig
 ):
