@@ -19,8 +19,6 @@ import argparse
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from safetensors.torch import save_file
 
 import tl_devicefix
 from tl_devicefix.demo import CHECKPOINT, devices_for
+from tl_devicefix.demo.selfcheck import run_selfcheck
 
 MODEL = "meta-llama/Llama-2-70b-hf"
 BATCH_SIZE = 8
@@ -61,16 +60,15 @@ def main() -> None:
     """Do the job."""
     options = arguments()
     prompts = RECALL if options.shipped else STORIES
-    with torch.no_grad():
-        plan(options)
-        selfcheck()
-        with devices_for(options.n_devices) as where:
-            if not options.shipped and "simulated" in where:
-                raise SystemExit(where + " For a model of this size that is no use: see --shipped.")
-            model = load(options)
-            results = run(model, prompts)
-            words, devices = model.to_str_tokens(prompts[0][0]), devices_of(model)
-            save(results, options, {"words": json.dumps(words), "on": json.dumps(devices)})
+    plan(options)
+    selfcheck()
+    with torch.no_grad(), devices_for(options.n_devices) as where:
+        if not options.shipped and "simulated" in where:
+            raise SystemExit(where + " For a model of this size that is no use: see --shipped.")
+        model = load(options)
+        results = run(model, prompts)
+        words, devices = model.to_str_tokens(prompts[0][0]), devices_of(model)
+        save(results, options, {"words": json.dumps(words), "on": json.dumps(devices)})
 
 
 def arguments() -> argparse.Namespace:
@@ -121,11 +119,11 @@ def plan(options: argparse.Namespace) -> None:
 def selfcheck() -> None:
     """End here if this machine's devices corrupt what is copied between them."""
     step(2, "self-check: may this machine be trusted?")
-    command = [sys.executable, "-m", "tl_devicefix", "selfcheck"]
-    checked = subprocess.run(command, capture_output=True, text=True)
-    if checked.returncode != 0:
-        raise SystemExit(f"{checked.stdout}\n{checked.stderr}\nthe self-check has failed")
-    print(checked.stdout.strip().splitlines()[-1])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        is_good = run_selfcheck()
+    if not is_good:
+        raise SystemExit(f"{printed.getvalue()}\nthe self-check has failed")
+    print(printed.getvalue().splitlines()[-1])
 
 
 def load(options: argparse.Namespace) -> Any:

@@ -78,7 +78,7 @@ def residual_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def sweep_heads(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The logit of the answer with each head left out. Each run starts at the head's block."""
+    """The logit of the answer with each head left out: the runs of a block are one forward."""
     answer = model.to_tokens(f". {PEOPLE[0][2]}")[0, -1]
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
 
@@ -87,7 +87,7 @@ def sweep_heads(model: Any, tokens: torch.Tensor) -> torch.Tensor:
             for head in range(n_heads):
                 yield [(f"blocks.{layer}.attn.hook_z", leave_out(head))]
 
-    swept = tl_devicefix.sweep(model, tokens, runs())
+    swept = tl_devicefix.sweep(model, tokens, runs(), batch_size=n_heads)
     return torch.stack([logits[0, -1, answer].cpu() for logits in swept]).view(n_layers, n_heads)
 
 

@@ -6,10 +6,12 @@ import contextlib
 import copy
 import gc
 import logging
+import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,7 +35,6 @@ from hf_models import (
 )
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
-from machines import transformer_lens_alone
 from model_classes import BRIDGE, CLASSES, HOOKED
 from offloads import OFFLOADED
 from racing import asynchronous
@@ -239,6 +240,38 @@ def simulated(request: pytest.FixtureRequest) -> Callable[..., Any]:
                 yield machine
 
     return simulated
+
+
+@contextlib.contextmanager
+def transformer_lens_alone(machine: Machine) -> Iterator[None]:
+    """Within it, unpatched TransformerLens takes the machine's devices for its CUDA devices.
+
+    It splits a model across devices whose type is called "cuda", and asks torch.cuda how many there
+    are and how full they are. Here it gets the simulated devices' answers instead.
+    """
+    import transformer_lens.loading_from_pretrained as tl_loading
+
+    tl_model = sys.modules[HookedTransformer.__module__]
+    configure = tl_loading.get_pretrained_model_config
+
+    def configure_on_first_device(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        kwargs["device"] = device or str(machine.devices[0])
+        return configure(*args, **kwargs)
+
+    def get_best_available_device(cfg: Any) -> torch.device:
+        device = torch.device(cfg.device)
+        if device.type == "cpu" or cfg.n_devices <= 1:
+            return device
+        # As its get_best_available_cuda_device: whichever of the first n has most memory free.
+        return max(machine.devices[: cfg.n_devices], key=lambda d: machine.mem_get_info(d)[0])
+
+    with (
+        tl_devicefix.disabled(),
+        mock.patch("torch.cuda.device_count", return_value=len(machine.devices)),
+        mock.patch.object(tl_loading, "get_pretrained_model_config", configure_on_first_device),
+        mock.patch.object(tl_model, "get_best_available_device", get_best_available_device),
+    ):
+        yield
 
 
 SHARE_A_MACHINE = {

@@ -1,25 +1,41 @@
 """Random cases of hooks, changes and runs, fused and not, over devices and not.
 
 Each shows the same as with the installed TransformerLens on one CPU, which runs in a process of its
-own. `nox -s fuzz` runs thousands. A case that fails is printed: to run it again with fewer
-operations, put it in the place of `draw(seed)`.
+own. `nox -s fuzz` runs thousands, and `SEEDS=17:18 pytest tests/fuzz` one. A case that fails is
+printed: to run it again with fewer operations, put it in the place of `draw(seed)`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
+import os
 import pickle
 import random
 import re
 import sys
 import typing
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+import pytest
 from models import EMBED, IS_BRIDGE, KINDS, PLACEMENTS, Point, build, names_in
 from operations import CHANGES, RUNS, SETTINGS, Setting, Trial
 
+SEEDS = os.environ.get("SEEDS", "0:6" if IS_BRIDGE else "0:18")
 
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """An executor with a process in which importing the package is an error."""
+    prepare = "import sys, torch; sys.modules['tl_devicefix'] = None; torch.set_num_threads(1)"
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, exec, (prepare,)) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("seed", range(*map(int, SEEDS.split(":"))))
 def test_a_random_case_is_as_installed(seed, elsewhere, monkeypatch):
     from comparison import assert_agrees  # here, because it imports the package
 

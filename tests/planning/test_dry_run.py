@@ -65,7 +65,7 @@ CASES = [
 if has_hooked_transformer():
     CASES += [("llama", 3, analyse), ("gpt2", 1, keep_all), ("gemma-2", 3, keep_all)]
 else:
-    CASES += [(name, 3, fold) for name in ("llama", "gemma-2", "pythia")]
+    CASES += [(name, 3, fold) for name in ("llama", "gemma-2")]
     CASES += [("gpt2", 3, keep_all), ("mixtral", 2, keep_all)]
 
 

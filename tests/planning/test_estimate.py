@@ -122,7 +122,7 @@ def kv_cache(name, few, many, **options):
         options.update(batch_size=16, seq_len=8, max_new_tokens=new, **layers(n_layers))
         return estimate(name, **options).devices[0].peak
 
-    return peak(8, many) - peak(8, few) - (peak(4, many) - peak(4, few))
+    return peak(6, many) - peak(6, few) - (peak(2, many) - peak(2, few))
 
 
 def test_estimate_counts_a_kv_cache_of_all_tokens():

@@ -42,16 +42,15 @@ PLACES += [("llama", 1)]
 """Kinds of models, folded unless they say otherwise, and over how many devices."""
 
 ON_SEVERAL, ON_GPT2, AS_BOOTED = PLACES[:3], PLACES[:1], PLACES[2:3]
-IS_FULL = pytest.mark.full("the same with other activations, or by way of others")
 FUNCTIONS = {}
-"""Function -> the owners of the names in it, the places that it has, and marks."""
+"""Function -> the owners of the names in it, and the places that it has."""
 
 
-def of(*owners, places=PLACES, marks=()):
+def of(*owners, places=PLACES):
     """Register a function that `results` calls."""
 
     def register(function):
-        FUNCTIONS[function] = owners, places, marks
+        FUNCTIONS[function] = owners, places
         return function
 
     return register
@@ -407,17 +406,6 @@ def patched(model, tokens):
         yield patching.get_act_patch_attn_head_pattern_dest_src_pos(model, one, of_one, metric)
 
 
-PATCHING = [name for name in dir(patching) if re.match("get_act_patch_(?!direct)", name)]
-
-
-@of("patching", places=ON_SEVERAL, marks=IS_FULL)
-def patched_by_every_function(model, tokens):
-    one = tokens[:1, :1]
-    _, clean = model.run_with_cache(one - 1)
-    with torch.no_grad():
-        yield from (getattr(patching, name)(model, one, clean, metric) for name in PATCHING)
-
-
 # transformer_lens.tools, for a TransformerBridge
 
 AT_LAST = {"positions": torch.tensor([8, 8])}
@@ -548,9 +536,9 @@ LEFT_OUT = {
     "compute_ssm_effective_attention",
     "fetch data": "load_sample_training_dataset sample_datapoint evaluate mmlu_eval sanity_check",
     "changes what one hook sees": "enable_reshape",
-    "called by `patched_by_every_function`": " ".join(PATCHING),
-    "is that of analysis, or calls it for each head": "get_act_patch_direct_path "
-    "get_act_patch_direct_path_all_sources",
+    "call `generic_activation_patch`, or are those of analysis": " ".join(
+        name for name in dir(patching) if name.startswith("get_act_patch_")
+    ),
     "called by their syntax": " ".join(METHODS),
 }
 """Reason -> names that are not called, or not by name."""
@@ -592,29 +580,20 @@ def test_every_public_name_is_called_or_left_out(owner):
     assert {name for name in public - known if is_public(OWNERS[owner], name)} == set()
 
 
-ON_ONE = {runs, generated, runs_with_hooks, hooked_by_hand, a_cache}
-ON_ONE |= {gradients_of_weights_and_activations}
-if MODEL_CLASS == BRIDGE:  # tests/versions and tests/transformer_bridge compare it on one device
-    ON_ONE = set()
+ON_ONE = {hooked_by_hand, a_cache} if MODEL_CLASS == HOOKED else set()
+"""Run on one device too: tests/versions has the others, tests/transformer_bridge a Bridge's."""
 
 
-def pytest_generate_tests(metafunc):
-    """Run each function over several devices in one of its places, in turn; some also on one.
-
-    With `--full`, it runs in all of its places.
-    """
-    if "function" not in metafunc.fixturenames:
-        return
-    parameters = []
+def cases():
+    """Each function over several devices in one of its places, in turn; with `--full`, in all."""
     registered = [it for it in FUNCTIONS.items() if {*it[1][0]} & {*OWNERS}]
-    for i, (function, (_, places, marks)) in enumerate(registered):
+    for i, (function, (_, places)) in enumerate(registered):
         spread = [place for place in places if place[1] > 1]
-        for place in spread if metafunc.config.getoption("--hosts") else places:
+        for place in places:
             is_quick = place == spread[i % len(spread)] or (place[1] == 1 and function in ON_ONE)
-            marked = marks if is_quick else pytest.mark.full
             name = f"{function.__name__}-{place[0]}-{place[1]}"
-            parameters.append(pytest.param(function, *place, marks=marked, id=name))
-    metafunc.parametrize(("function", "kind", "n_devices"), parameters)
+            marks = () if is_quick else pytest.mark.full
+            yield pytest.param(function, *place, marks=marks, id=name)
 
 
 REFUSED_OVER_HOSTS = {
@@ -676,6 +655,7 @@ def plain(value):
 
 @pytest.mark.filterwarnings("ignore:.*does not support:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*is dispatched across:UserWarning")
+@pytest.mark.parametrize(("function", "kind", "n_devices"), [*cases()])
 def test_each_call_gives_what_one_device_gives(
     function, kind, n_devices, load, on_one, loaded, tokens, pytestconfig
 ):

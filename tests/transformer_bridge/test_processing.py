@@ -8,6 +8,7 @@ import transformers
 from comparison import assert_agrees, assert_same_tensors, on_cpu
 from hf_models import D_VOCAB, GROUPED, balanced_map, make_hf_model, save_checkpoint
 from model_classes import TransformerBridge
+from parameters import in_turn
 from racing import asynchronous
 
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
@@ -49,8 +50,7 @@ def joint_weights(bridge, kind, layer):
 
 
 @pytest.mark.bridge(in_3=True)  # there, the unembedding's bias is a parameter
-@pytest.mark.parametrize("where", ["simulated", "pinned"])
-@pytest.mark.parametrize("kind", ["gpt2", "phi-3"])
+@pytest.mark.parametrize(("kind", "where"), in_turn(["gpt2", "phi-3"], ["simulated", "pinned"]))
 @torch.no_grad()
 def test_joint_weights_stay_shared_with_offloaded_blocks(kind, where, load, tokens):
     one = load(kind, device="cpu")

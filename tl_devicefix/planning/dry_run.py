@@ -23,9 +23,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tl_devicefix.dispatch.naming import named_modules
-from tl_devicefix.errors import note
+from tl_devicefix.errors import note, shown
 from tl_devicefix.fusing import fused
-from tl_devicefix.misspelt import shown
 from tl_devicefix.patches import enabled
 from tl_devicefix.placement.deciding import DeviceMap, decide_fitting
 from tl_devicefix.placement.devices import CPU, DEVICE_TYPE
