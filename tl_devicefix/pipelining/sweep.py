@@ -35,7 +35,7 @@ from tl_devicefix.dispatch.carrying import (
 )
 from tl_devicefix.dispatch.mixing import tensor_bytes
 from tl_devicefix.dispatch.naming import each_module
-from tl_devicefix.fusing.listening import hooks_of
+from tl_devicefix.fusing.listening import hooks_of, relay_hooks
 from tl_devicefix.misspelt import check_iterable, shown, which_hook_point
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
@@ -406,8 +406,9 @@ class _FirstBlock:
         """Return True if a module has a user's hook, or may behave differently in another run."""
         attributes = vars(module)
         if any(hooks := hooks_of(attributes)):
-            of_module = itertools.chain.from_iterable(map(dict.values, hooks))
-            if any(_is_users_hook(module, hook) for hook in of_module):
+            relays = set(relay_hooks(module))
+            others = (hook for each in hooks for key, hook in each.items() if key not in relays)
+            if any(_is_users_hook(module, hook) for hook in others):
                 return True
         if type(module) is HookPoint:
             return "forward" in attributes
