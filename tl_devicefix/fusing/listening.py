@@ -42,7 +42,8 @@ def records(hook: object) -> bool:
 def relay_hooks(point: nn.Module) -> Iterator[int]:
     """Yield the ids of a hook point's hooks that only pass the value on to another hook point."""
     for handle in point.fwd_hooks if isinstance(point, HookPoint) else ():
-        hook = inspect.unwrap(handle.user_hook) if handle.user_hook else None
+        user_hook = getattr(handle, "user_hook", None)  # TransformerLens 2 has none
+        hook = inspect.unwrap(user_hook) if user_hook else None
         if getattr(hook, "__module__", None) == "transformer_lens.model_bridge.component_setup":
             yield handle.hook.id
 
