@@ -259,7 +259,7 @@ def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):
 MLP_OUT = "blocks.3.hook_mlp_out"
 WITHOUT_HOOKS = {
     r"no hook point '\S*mlp_uot'.* mean 'blocks.3": [("blocks.3.hook_mlp_uot", print)],
-    r"run 0 is a tuple \(name, function\): put it into a list, \[\[\(": (MLP_OUT, print),
+    rf"run 0 must be a list of \(name, function\), but has '{MLP_OUT}'": (MLP_OUT, print),
     rf"but has \(<built-in function print>, '{MLP_OUT}'\) in \[\(": [(print, MLP_OUT)],
     rf"but has 'b' in '{MLP_OUT}'": MLP_OUT,
     "but has <built-in function print> in <": print,

@@ -191,7 +191,6 @@ def _sweep(
         variables = _Variables(runs, n_ahead if waits else 1)
         for number in itertools.count(0, batch_size):
             group: list[Hooks] = []
-            variables.begin_group()
             for run in itertools.islice(bar, batch_size):
                 variables.add(number + len(group), run)
                 group.append(run)
@@ -262,11 +261,6 @@ class _WithPoints:
 
 def _checked(points: Mapping[str, HookPoint], number: int, run: Hooks) -> Hooks:
     """Return the hooks of a run, checked: TransformerLens 3's Bridge ignores unknown names."""
-    if isinstance(run, tuple) and len(run) == 2 and callable(run[1]):
-        raise ValueError(
-            f"run {number} is a tuple (name, function): put it into a list, "
-            "[[(name, function)], ...]"
-        )
     hooks = list(run) if isinstance(run, Iterable) else [run]
     for item in hooks:
         if not isinstance(item, (tuple, list)) or len(item) != 2 or not callable(item[1]):
@@ -294,11 +288,8 @@ class _Variables:
 
     def __init__(self, runs: Iterable[Hooks], n_groups: int) -> None:
         self._names = runs.gi_code.co_cellvars if inspect.isgenerator(runs) else ()
-        self._groups = deque[list[tuple[int, str, types.CellType, object]]](maxlen=n_groups)
-
-    def begin_group(self) -> None:
-        """Begin another group of runs."""
-        self._groups.append([])
+        # Of each group: the run's number, and a variable's name, cell and value
+        self._groups = deque[list[tuple[int, str, types.CellType, object]]]([[]], n_groups)
 
     def add(self, number: int, hooks: Hooks) -> None:
         """Note the variables that the hooks of a run refer to, also by a function within them."""
@@ -317,13 +308,14 @@ class _Variables:
                     self._groups[-1].append((number, name, cell, value))
 
     def check(self) -> None:
-        """Raise if one has another value now."""
+        """Raise if one has another value now; runs that are added later are the next group."""
         for number, name, cell, value in itertools.chain.from_iterable(self._groups):
             if _contents_of(cell) is not value:
                 raise ValueError(
                     f"a hook of run {number} refers to {name}, which changed before the run began: "
                     f"give the hook its value, such as lambda activation, hook, {name}={name}: ..."
                 )
+        self._groups.append([])
 
 
 def _contents_of(cell: types.CellType) -> object:
