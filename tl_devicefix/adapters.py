@@ -26,8 +26,6 @@ class Adapter(Protocol):
     model_class: type[Model]
     run_methods: tuple[str, ...]
     """Methods that run a model. A subclass that overrides one may run its blocks differently."""
-    setup_hint: tuple[str, str]
-    """When a model's hook points are registered, and the call that registers them again."""
     has_dropout: bool
     """True if its modules behave differently in training mode."""
 

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from tl_devicefix.adapters import Adapter, adapter_of
+from tl_devicefix.adapters import adapter_of
 from tl_devicefix.dispatch.carrying import not_carried_to
 from tl_devicefix.dispatch.forward import WHY_REFUSED, is_unfinished
-from tl_devicefix.dispatch.naming import WRAPPED, expression, join_path, list_names, named_modules
+from tl_devicefix.dispatch.naming import expression, join_path, list_names, named_modules
 from tl_devicefix.dispatch.user_modules import PlacedTensor, held_tensors, runs_where_it_is
 from tl_devicefix.fusing.listening import HOOKS
 from tl_devicefix.monkeypatch.patch import is_of_user
-from tl_devicefix.placement.devices import CPU, printed, resolve, with_index
+from tl_devicefix.placement.devices import printed, resolve, with_index
 from tl_devicefix.placement.elsewhere import is_elsewhere
 from tl_devicefix.placement.fitting import Mover
 from tl_devicefix.placement.memory import gib
-from tl_devicefix.placement.placement import placement_of
+from tl_devicefix.placement.placement import component_of, placement_of
 from tl_devicefix.types import Model
 
 Kind = Literal[
@@ -35,6 +35,8 @@ Kind = Literal[
     "numbers",  # the load found that the numbers differ from transformers'
 ]
 
+_REPAIR = "tl_devicefix.check(model, repair=True)"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -42,7 +44,7 @@ class Finding:
 
     Attributes:
         kind: the sort of fault, for programs.
-        name: the tensor, module or hook point, as the model names it.
+        name: the component, module or hook point, as the model names it.
         message: the fault, in words.
         fix: the line of code that fixes it, where there is one.
     """
@@ -83,14 +85,14 @@ def check(model: Model, repair: bool = False) -> Report:
     >>> assert check(model)  # doctest: +SKIP
     """
     adapter = adapter_of(model)
-    findings = _repairable(model, adapter)
+    findings = _repairable(model)
     repaired: list[Finding] = []
     if repair and findings:
         before = findings
         bring_back(model)
         adapter.realign(model, placement_of(model))
         # Some faults cannot be repaired.
-        findings = _repairable(model, adapter)
+        findings = _repairable(model)
         repaired = [finding for finding in before if finding not in findings]
     if is_unfinished(model):
         findings = [Finding("processing", "model", WHY_REFUSED), *findings]
@@ -100,9 +102,8 @@ def check(model: Model, repair: bool = False) -> Report:
     return Report(tuple(findings), tuple(repaired))
 
 
-def _repairable(model: Model, adapter: Adapter) -> list[Finding]:
-    setup = setup_findings(model, *adapter.setup_hint)
-    return [*config_findings(model), *device_findings(model), *setup]
+def _repairable(model: Model) -> list[Finding]:
+    return [*config_findings(model), *device_findings(model), *setup_findings(model)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,15 +166,13 @@ def config_findings(model: Model) -> Iterator[Finding]:
         yield Finding("config", "cfg.n_devices", message, f"model.cfg.n_devices = {count}")
 
 
-def _attached_modules(model: Model) -> dict[nn.Module, str]:
-    """Return the modules of attached SAEs and the like, with the path of their root."""
-    roots = [(path, module) for path, module in model.named_modules() if runs_where_it_is(module)]
-    return {module: path for path, root in roots for module in root.modules()}
-
-
-def _tensors(model: Model, attached: dict[nn.Module, str]) -> Iterator[PlacedTensor]:
-    """Yield the tensors of a model, without those of attached modules, which users place."""
+def _tensors(model: Model) -> Iterator[PlacedTensor]:
+    """Yield the tensors of a model, without those of attached SAEs and the like."""
     placement = placement_of(model)
+    attached = set[nn.Module]()
+    for module in model.modules():
+        if runs_where_it_is(module):
+            attached.update(module.modules())
     for path, module in named_modules(model):
         if module in attached:
             continue
@@ -204,70 +203,34 @@ def _in_placement(model: Model, name: str) -> str:
 def bring_back(model: Model) -> None:
     """Move each misplaced tensor, with its gradient, to its device."""
     mover = Mover()
-    for tensor in list(_tensors(model, _attached_modules(model))):
+    for tensor in list(_tensors(model)):
         if tensor.is_misplaced:
             mover.move(tensor.module, tensor.name, tensor.planned)
 
 
 def device_findings(model: Model) -> Iterator[Finding]:
-    """Find misplaced tensors, grouped by the largest modules that are entirely misplaced."""
-    attached = _attached_modules(model)
-    tensors = list(_tensors(model, attached))
-    modules = _misplaced_modules(tensors, set(attached.values()))
-    groups: dict[str, list[PlacedTensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.is_misplaced:
-            path = next((p for p in _enclosing(tensor.path) if p in modules), tensor.path)
-            groups[path].append(tensor)
-    for path, misplaced in groups.items():
-        names = [tensor.name for tensor in misplaced]
-        name = path or "model"
-        if path not in modules:
-            name = (
-                join_path(path, names[0]) if len(names) == 1 else f"{list_names(names)} of {name}"
-            )
+    """Find the misplaced tensors of each component."""
+    components: dict[str, list[PlacedTensor]] = defaultdict(list)
+    for tensor in _tensors(model):
+        components[component_of(tensor.full_name)].append(tensor)
+    by = "cfg.device" if placement_of(model) is None else "the placement"
+    for name, tensors in components.items():
+        misplaced = [tensor for tensor in tensors if tensor.is_misplaced]
+        if not misplaced:
+            continue
+        what = name
+        if len(misplaced) < len(tensors):
+            parts = [tensor.full_name.removeprefix(f"{name}.") for tensor in misplaced]
+            what = f"{list_names(parts)} of {name}"
         # Tied parameters are one tensor, which counts once.
         size = gib(sum({id(t.value): t.value.nbytes for t in misplaced}.values()))
-        devices = list_names(sorted({printed(tensor.value.device) for tensor in misplaced}))
-        planned, by = misplaced[0].planned, "cfg.device"
-        fix = f'{expression(path)}.to("{planned}")'
-        if (placement := placement_of(model)) is not None:
-            by = "the placement"
-            # .to(...) would move an offloaded block's weights and buffers to one device
-            if CPU in (planned, placement.device_for(path, is_weight=True)):
-                fix = "tl_devicefix.check(model, repair=True)"
-        message = f"{name} ({size}) is on {devices}, but {by} puts it on {printed(planned)}"
-        yield Finding("device", name, message, fix)
+        actual = list_names(sorted({printed(tensor.value.device) for tensor in misplaced}))
+        planned = list_names(sorted({printed(tensor.planned) for tensor in misplaced}))
+        message = f"{what} ({size}) is on {actual}, but {by} puts it on {planned}"
+        yield Finding("device", name, message, _REPAIR)
 
 
-def _misplaced_modules(tensors: list[PlacedTensor], apart: set[str]) -> set[str]:
-    """Return the modules whose tensors are all on one device and belong on another.
-
-    A module that contains an attached module is left out: moving it would move both.
-    """
-    holding = {path for other in apart for path in _enclosing(other)}
-    places: dict[str, set[tuple[torch.device, torch.device]]] = defaultdict(set)
-    for tensor in tensors:
-        device = tensor.value.device if tensor.is_misplaced else tensor.planned
-        for path in _enclosing(tensor.path):
-            places[path].add((device, tensor.planned))
-    return {
-        path
-        for path, pairs in places.items()
-        if len(pairs) == 1 and path not in holding and not path.endswith(WRAPPED)
-        if all(device != planned for device, planned in pairs)
-    }
-
-
-def _enclosing(path: str) -> Iterator[str]:
-    """Yield a path and all above it: for "blocks.4", these are "", "blocks" and "blocks.4"."""
-    yield ""
-    parts = path.split(".") if path else []
-    for end in range(len(parts)):
-        yield ".".join(parts[: end + 1])
-
-
-def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
+def setup_findings(model: Model) -> Iterator[Finding]:
     """Find modules with unregistered hook points, and modules to which no input is carried."""
     placement, registered = placement_of(model), set(model.hook_dict.values())
     paths = [] if placement is None else not_carried_to(model, placement)
@@ -277,7 +240,8 @@ def setup_findings(model: Model, when: str, fix: str) -> Iterator[Finding]:
     for path in dict.fromkeys(paths):  # only the outermost one
         if not any(path != other and path.startswith(f"{other}.") for other in paths):
             name = path or "model"
-            yield Finding("setup", name, f"{name} has changed since {when}: it lacks hooks", fix)
+            message = f"{name} has changed since the model was set up: it lacks hooks"
+            yield Finding("setup", name, message, _REPAIR)
 
 
 def hook_findings(model: Model) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -54,6 +54,10 @@ class Place(NamedTuple):
     name: str
     host: nn.Parameter
 
+    def state(self) -> tuple[object, ...]:
+        """Return what differs once the parameter is changed."""
+        return self.module, self.name, stamp(self.host)
+
 
 @functools.cache
 def _weights_stream(device: torch.device) -> torch.Stream:
@@ -74,12 +78,9 @@ class BlockCopy:
         self._streams = module_with_streams(device)
         self._allocated_on: Any = self._streams.current_stream(device) if self._streams else None
         self._done: Any = None  # an event, where there are streams
-        # Of each parameter when it was copied.
-        self._states: list[tuple[object, tuple[object, ...]]] = []
         try:
             for place in places:
-                self._states.append((place[:2], stamp(place.host)))
-                self.weights.append(PrefetchedWeight(place, self._start(place.host)))
+                self.weights.append(PrefetchedWeight(place, place.state(), self._start(place.host)))
         except BaseException:  # also an interrupt: copies that have begun go on
             self._record()
             self.drop()
@@ -107,7 +108,7 @@ class BlockCopy:
 
     def is_current(self, places: Iterable[Place]) -> bool:
         """Return True if these parameters were copied, and have not been changed since."""
-        return self._states == [(place[:2], stamp(place.host)) for place in places]
+        return [weight.state for weight in self.weights] == [place.state() for place in places]
 
     def swap_in(self) -> None:
         """Replace the parameters with the copies."""
@@ -121,16 +122,11 @@ class BlockCopy:
         Returns:
             The name of a parameter that was changed while its copy was in use, if any.
         """
-        changed = None
-        n_of_storage = Counter(storage_of(weight.host) for weight in self.weights)
-        for weight, (_, state) in zip(self.weights, self._states):
-            # Of weights that share memory, such as a Bridge's q and qkv, each has its own copy.
-            shares = n_of_storage[storage_of(weight.host)] > 1
-            is_changed = stamp(weight.host) != state or (shares and weight.is_edited())
-            weight.swap_out(keep=is_changed)
-            changed = weight.name if is_changed else changed
+        changed = [weight.place.name for weight in self.weights if weight.is_changed()]
+        for weight in self.weights:
+            weight.swap_out()
         self.drop()
-        return changed
+        return changed[0] if changed else None
 
     def share(self) -> None:
         """Make the current stream wait for the copies, and mark their memory as used by it."""
@@ -161,42 +157,40 @@ def refuse_changed(name: str | None) -> None:
     if name is not None:
         raise RuntimeError(
             f"{name} of an offloaded block was changed or frozen while the block ran with a copy "
-            "of it: do so before the forward, or, if it shares its memory with no other weight, in "
-            "a hook with the weight of its module (model.blocks[2].mlp.W_out)"
+            "of it: do so before the forward, or in a hook on an earlier block"
         )
 
 
 class PrefetchedWeight:
-    """A weight on a device, which takes the place of a parameter in host memory."""
+    """A weight on a device, which takes the place of a parameter in host memory.
 
-    def __init__(self, place: Place, copy: torch.Tensor) -> None:
-        self._module, self.name, self.host = place
+    Args:
+        place: the parameter.
+        state: its state before it was copied.
+        copy: the values, which arrive later.
+    """
+
+    def __init__(self, place: Place, state: tuple[object, ...], copy: torch.Tensor) -> None:
+        self.place, self.state, self.host = place, state, place.host
         with torch.enable_grad():  # a parameter requires its gradient under no_grad too
             self.weight: torch.Tensor = _Copied.apply(self.host, copy)
         self._stamp = stamp(self.weight)
 
-    def is_edited(self) -> bool:
-        """Return True if a hook has changed the weight, which takes the parameter's place."""
-        is_in = self._module._parameters.get(self.name) is self.weight
-        return is_in and stamp(self.weight) != self._stamp
+    def is_changed(self) -> bool:
+        """Return True if a hook has changed the parameter or the weight."""
+        return self.place.state() != self.state or stamp(self.weight) != self._stamp
 
     def swap_in(self) -> None:
         """Replace the parameter with the weight."""
         # The weight has a graph, through which its gradient reaches the parameter.
-        self._module._parameters[self.name] = self.weight  # type: ignore[assignment]
+        parameters: dict[str, Any] = self.place.module._parameters
+        parameters[self.place.name] = self.weight
 
-    def swap_out(self, keep: bool) -> None:
-        """Put the parameter back, with the values that a hook may have given the weight.
-
-        A parameter that a hook has assigned stays; with `keep`, its own values stay.
-        """
-        is_edited = self.is_edited()
-        if self._module._parameters.get(self.name) is not self.weight:
-            return
-        self._module._parameters[self.name] = self.host
-        if is_edited and not keep:
-            with torch.no_grad():
-                self.host.copy_(self.weight)
+    def swap_out(self) -> None:
+        """Put the parameter back, unless a hook has assigned another one."""
+        parameters = self.place.module._parameters
+        if parameters.get(self.place.name) is self.weight:
+            parameters[self.place.name] = self.host
 
 
 class _Copied(torch.autograd.Function):
@@ -305,8 +299,7 @@ class OffloadedForward(Around):
                 with keeping_on_host(self._copy.weights if self._copy else ()):
                     output = run(*args, **kwargs)
             finally:
-                changed = self._swap_out()
-            refuse_changed(changed)  # not in `finally`: a user's error comes first
+                refuse_changed(self._swap_out())
             return output
 
     def places(self) -> Iterator[Place]:
@@ -371,7 +364,7 @@ class OffloadedPart(Around):
             with _swapping:
                 changed = copy.swap_out()
             copy.wait_until_read()
-        refuse_changed(changed)
+            refuse_changed(changed)
         return output
 
 

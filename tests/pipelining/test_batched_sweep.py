@@ -401,9 +401,9 @@ def test_patching_in_batches_gives_transformer_lens_results(on_one, tokens):
         assert_agrees(call(), expected, tolerance=2e-5)
     finally:
         before.__exit__()
-    with pytest.raises(ValueError, match="batch_size must be an int of 1 or more"):
-        tl_devicefix.batch_sweeps(0)
     assert torch.equal(call(), expected)
+    with tl_devicefix.batch_sweeps(0), pytest.raises(ValueError, match="must be 1 or more runs"):
+        call()
 
 
 @fuses

@@ -212,6 +212,19 @@ def test_sweep_starts_at_the_first_block_with_a_users_hook(model, tokens):
 
 
 @pytest.mark.bridge
+def test_a_relay_between_hook_points_is_no_users_hook(on_one, tokens):
+    """TransformerLens 4.3 passes what an OPT's layers get on to hook points of the MLP."""
+    model = on_one("opt")
+    for layer in (3, 1):
+        expected = looped(model, tokens, [at(3), at(4)])
+        with blocks_run(model) as count:
+            actual = list(tl_devicefix.sweep(model, tokens, [at(3), at(4)]))
+        assert_same(actual, expected)
+        assert count.blocks == (7 if layer == 3 else 9)  # with 4, or 1, of the unpatched run
+        model.add_perma_hook("blocks.1.mlp.hook_out", leave)
+
+
+@pytest.mark.bridge
 @pytest.mark.parametrize("why", ["in training mode", "unknown blocks"])
 def test_sweep_of_a_bridge_starts_at_the_first_block(why, on_one, tokens):
     model = on_one("gpt2")

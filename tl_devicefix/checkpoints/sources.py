@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -136,7 +136,7 @@ class HuggingFaceSource:
                 "layer"
             )
         read = {"embed": embedding, "unembed": head}.get(unit)
-        shared = None if read is None else read.weight
+        shared = head.weight if unit == "unembed" else None  # a tied head may be the embedding
         # Some adapters (PEFT) compute `weight` at each access, so compare the modules too.
         return {m for m in (embedding, head) if m is not read and m.weight is not shared}
 
@@ -185,7 +185,6 @@ class _View:
     """The dtype to widen matrices to; None keeps their own."""
     unread: set[nn.Module]
     """Modules outside the blocks that the unit does not read: their matrices have no values."""
-    widened: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def of(self, module: nn.Module, is_read: bool) -> nn.Module:
         """Copy a module, sharing the tensors that are read; other matrices have no values."""
@@ -203,11 +202,6 @@ class _View:
         if not is_read and tensor.dim() > 1:  # a matrix that the unit does not read
             return torch.empty_like(tensor, device=_META)
         tensor = self.live.values(module, name, tensor).detach()
-        if self.dtype is None or tensor.is_meta or tensor.dim() <= 1:
-            return tensor
-        # Tied tensors stay tied. Keep the original: its address may be reused once it is freed.
-        key = tensor.data_ptr()
-        if key not in self.widened:
-            widened = tensor.to(torch.promote_types(tensor.dtype, self.dtype))
-            self.widened[key] = tensor, widened
-        return self.widened[key][1]
+        if self.dtype is not None and tensor.dim() > 1:
+            tensor = tensor.to(torch.promote_types(tensor.dtype, self.dtype))
+        return tensor

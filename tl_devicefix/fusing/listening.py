@@ -8,9 +8,10 @@ always checked. `note_hook` notes where the last hooks were added, so that other
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 from operator import itemgetter
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook, register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 hooks_of = itemgetter(*HOOKS)
@@ -35,6 +37,15 @@ RECORDING = "transformers.utils.output_capturing"
 def records(hook: object) -> bool:
     """Return True for a hook by which transformers records outputs of layers."""
     return getattr(hook, "__module__", None) == RECORDING
+
+
+def relay_hooks(point: nn.Module) -> Iterator[int]:
+    """Yield the ids of a hook point's hooks that only pass the value on to another hook point."""
+    for handle in point.fwd_hooks if isinstance(point, HookPoint) else ():
+        user_hook = getattr(handle, "user_hook", None)  # TransformerLens 2 has none
+        hook = inspect.unwrap(user_hook) if user_hook else None
+        if getattr(hook, "__module__", None) == "transformer_lens.model_bridge.component_setup":
+            yield handle.hook.id
 
 
 _assignments = count(1)  # `next` is atomic, `+= 1` is not

@@ -25,7 +25,6 @@ name = "HookedTransformer"
 view_of = View
 model_class = HookedTransformer
 run_methods = ("forward", "run_with_hooks", "input_to_embed")
-setup_hint = "the model was set up", "model.setup()"
 read_blueprint = HookedBlueprint
 has_dropout = False
 

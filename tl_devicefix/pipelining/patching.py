@@ -20,7 +20,6 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.patching import utils
 
 from tl_devicefix.adapters import is_model
-from tl_devicefix.errors import shown
 from tl_devicefix.monkeypatch.patch import patches
 from tl_devicefix.pipelining.batches import Hooks
 from tl_devicefix.pipelining.sweep import sweep
@@ -45,15 +44,10 @@ class batch_sweeps:
 
     Args:
         batch_size: how many runs are one forward. The default is 1.
-
-    Raises:
-        ValueError: if it is less than 1.
     """
 
     def __init__(self, batch_size: int) -> None:
         global _batch_size
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be an int of 1 or more, but is {shown(batch_size)}")
         self._batch_size = batch_size
         self._before, _batch_size = _batch_size, batch_size
 

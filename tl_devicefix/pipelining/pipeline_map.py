@@ -15,14 +15,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from inspect import signature
 from operator import length_hint
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers.utils.logging as hf_logging
 from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.adapters import adapter_of
-from tl_devicefix.dispatch.mixing import runs_users_code
+from tl_devicefix.around import Args, Forward, Kwargs
+from tl_devicefix.dispatch.mixing import OutsideBlocks, runs_users_code
 from tl_devicefix.dispatch.naming import WRAPPED, each_module, join_path
 from tl_devicefix.dispatch.scheduler import (
     DeviceQueue,
@@ -37,7 +38,6 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.errors import note, refuse_unknown, shown
 from tl_devicefix.fusing.fused import applies_dropout
 from tl_devicefix.fusing.listening import IN_VIEW
-from tl_devicefix.pipelining.refusing import RefuseShared
 from tl_devicefix.placement.devices import stamp
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.placement import placement_of
@@ -210,29 +210,34 @@ def _pipelined(
             view.restore()
             free.append(viewed)  # making a view takes longer than restoring one
 
+    def check_all() -> None:
+        weights.check(number, is_last=True)
+        for view in made:
+            if (setting := view.kept_setting()) is not None:
+                raise RuntimeError(
+                    f"a run set {setting} in its view, which some of the other runs may have or "
+                    f"not: set it on the model before, or {ONE_AT_A_TIME}"
+                )
+
     made = [view]
     free = [(view, Streams())]  # views without a run, except those of cancelled runs
-    with checking_at_end(lambda: _refuse_settings(made)), contextlib.ExitStack() as within:
+    weights, hooks, number = WeightsSnapshot(model), HooksSnapshot(model.hook_dict), 0
+    # Call `check_all` once all runs have ended.
+    with checking_at_end(check_all), contextlib.ExitStack() as within:
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
         # End the queue before the pool waits for its threads, which may wait in the queue.
         within.callback(queue.end)
-        weights, hooks = WeightsSnapshot(model), HooksSnapshot(model.hook_dict)
         runs, starts = deque[Future[Result]](), _starting(start, items)
         runs.extend(itertools.islice(starts, max_in_flight))
-        number = 0
-        try:
-            while runs:
-                if runs[0].exception() is None:  # waits for the run
-                    hooks.check()
-                    runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
-                    # Check before the result is used: the run may have read changed weights.
-                    weights.check(number, is_last=len(runs) == 1)
-                # Do not bind the result: a name would keep it alive during the next run.
-                yield runs.popleft().result()
-                number += 1
-        except GeneratorExit:
-            weights.check(number, is_last=True)
-            raise
+        while runs:
+            if runs[0].exception() is None:  # waits for the run
+                hooks.check()
+                runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
+                # Check before the result is used: the run may have read changed weights.
+                weights.check(number, is_last=len(runs) == 1)
+            # Do not bind the result: a name would keep it alive during the next run.
+            yield runs.popleft().result()
+            number += 1
 
 
 @contextlib.contextmanager
@@ -244,16 +249,6 @@ def checking_at_end(check: Callable[[], None]) -> Iterator[None]:
         check()
         raise
     check()
-
-
-def _refuse_settings(views: list[View[Model]]) -> None:
-    """Raise if a run has set an attribute of its view. Call this once all runs have ended."""
-    for view in views:
-        if (setting := view.kept_setting()) is not None:
-            raise RuntimeError(
-                f"a run set {setting} in its view, which some of the other runs may have or not: "
-                f"set it on the model before, or {ONE_AT_A_TIME}"
-            )
 
 
 def _refuse_dropout(model: Model) -> None:
@@ -351,3 +346,78 @@ def _computing_devices(model: Model, here: bool = False) -> tuple[torch.device, 
     if placement is not None:
         return placement.here.devices if here else placement.devices
     return tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
+
+
+# Compare names: torch, torch.Tensor and torch.nn.functional have different objects for one name.
+_RANDOM = {
+    *("alpha_dropout", "feature_alpha_dropout", "feature_dropout", "native_dropout"),
+    *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "gumbel_softmax"),
+    *("multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),
+    *("randn_like", "random", "randperm", "rrelu", "rrelu_with_noise", "uniform"),
+    *("_sample_dirichlet", "_standard_gamma", "gru", "lstm", "rnn_relu", "rnn_tanh"),
+    *("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward"),
+    *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),
+    *("lobpcg", "pca_lowrank", "svd_lowrank", "kaiming_normal", "kaiming_uniform", "orthogonal"),
+    *("sparse", "trunc_normal", "log_normal", "xavier_normal", "xavier_uniform"),
+}
+# Functions that draw unless an argument is false or zero: its position, names and default.
+_UNLESS: dict[str, tuple[int, tuple[str, ...], float]] = {
+    **dict.fromkeys(
+        ("dropout", "dropout1d", "dropout2d", "dropout3d"), (2, ("training", "train"), True)
+    ),
+    "scaled_dot_product_attention": (4, ("dropout_p",), 0.0),
+}
+_GRAD: Any = torch.Tensor.grad  # a descriptor
+_OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
+
+
+class RefuseShared(OutsideBlocks):
+    """A mode that raises if a run uses what all runs share, or goes on after the map has ended.
+
+    A model's own forward draws no random numbers outside of training, so it runs without the mode.
+
+    Args:
+        run: the run.
+        pauses: False if users' torch hooks or `forward`s run in the model's forward.
+    """
+
+    def __init__(self, run: Run, pauses: bool) -> None:
+        super().__init__()
+        self._run = run
+        self._pauses = pauses
+
+    def pauses_in(self, model: Model) -> bool:
+        """Return True if the mode is off in a model's forward."""
+        return self._pauses
+
+    def __torch_function__(
+        self, func: Forward, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        self._run.queue.check()
+        name = getattr(func, "__name__", "")
+        if name == "backward" or (func in _OF_GRAD and args[0].is_leaf and args[0].requires_grad):
+            called = "reading or setting it" if func in _OF_GRAD else name
+            raise RuntimeError(
+                f"{called} uses .grad, which all runs in flight share: use "
+                "torch.autograd.grad(loss, tensors), or pass max_in_flight=1"
+            )
+        if _draws(name, args, kwargs):
+            raise RuntimeError(
+                f"{name} draws random numbers in a run in flight, where runs would draw them in no "
+                "fixed order: draw them before and pass them in the items, give the run its own "
+                "torch.Generator (or `generate` do_sample=False), or pass max_in_flight=1"
+            )
+        return func(*args, **kwargs)
+
+
+def _draws(name: str, args: Args, kwargs: Kwargs) -> bool:
+    """Return True if a function of torch with this name draws from torch's own generator."""
+    # "rand.default" is one of torch.ops.aten, and "normal_" works in place.
+    name = name.partition(".")[0].rstrip("_")
+    draws = name in _RANDOM
+    if name in _UNLESS:
+        position, names, default = _UNLESS[name]
+        given = (kwargs[name] for name in names if name in kwargs)
+        draws = bool(args[position] if len(args) > position else next(given, default))
+    return draws and kwargs.get("generator") is None

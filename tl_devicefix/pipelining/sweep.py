@@ -36,7 +36,7 @@ from tl_devicefix.dispatch.carrying import (
 from tl_devicefix.dispatch.mixing import tensor_bytes
 from tl_devicefix.dispatch.naming import each_module
 from tl_devicefix.errors import note, shown
-from tl_devicefix.fusing.listening import hooks_of
+from tl_devicefix.fusing.listening import hooks_of, relay_hooks
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
 from tl_devicefix.pipelining.launching import launch_all, may_launch_ahead
@@ -189,7 +189,6 @@ def _sweep(
         variables = _Variables(runs, n_ahead if waits else 1)
         for number in itertools.count(0, batch_size):
             group: list[Hooks] = []
-            variables.begin_group()
             for run in itertools.islice(bar, batch_size):
                 variables.add(number + len(group), run)
                 group.append(run)
@@ -291,11 +290,8 @@ class _Variables:
 
     def __init__(self, runs: Iterable[Hooks], n_groups: int) -> None:
         self._names = runs.gi_code.co_cellvars if inspect.isgenerator(runs) else ()
-        self._groups = deque[list[tuple[int, str, types.CellType, object]]](maxlen=n_groups)
-
-    def begin_group(self) -> None:
-        """Begin another group of runs."""
-        self._groups.append([])
+        # Of each group: the run's number, and a variable's name, cell and value
+        self._groups = deque[list[tuple[int, str, types.CellType, object]]]([[]], n_groups)
 
     def add(self, number: int, hooks: Hooks) -> None:
         """Note the variables that the hooks of a run refer to, also by a function within them."""
@@ -314,13 +310,14 @@ class _Variables:
                     self._groups[-1].append((number, name, cell, value))
 
     def check(self) -> None:
-        """Raise if one has another value now."""
+        """Raise if one has another value now; runs that are added later are the next group."""
         for number, name, cell, value in itertools.chain.from_iterable(self._groups):
             if _contents_of(cell) is not value:
                 raise ValueError(
                     f"a hook of run {number} refers to {name}, which changed before the run began: "
                     f"give the hook its value, such as lambda activation, hook, {name}={name}: ..."
                 )
+        self._groups.append([])
 
 
 def _contents_of(cell: types.CellType) -> object:
@@ -403,8 +400,9 @@ class _FirstBlock:
         """Return True if a module has a user's hook, or may behave differently in another run."""
         attributes = vars(module)
         if any(hooks := hooks_of(attributes)):
-            of_module = itertools.chain.from_iterable(map(dict.values, hooks))
-            if any(_is_users_hook(module, hook) for hook in of_module):
+            relays = set(relay_hooks(module))
+            others = (hook for each in hooks for key, hook in each.items() if key not in relays)
+            if any(_is_users_hook(module, hook) for hook in others):
                 return True
         if type(module) is HookPoint:
             return "forward" in attributes

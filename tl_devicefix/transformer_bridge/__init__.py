@@ -25,7 +25,6 @@ __all__ = ["model_class", "view_of"]
 
 name = "TransformerBridge"
 run_methods = ("forward", "run_with_hooks")
-setup_hint = "the Bridge was booted", "tl_devicefix.check(model, repair=True)"
 read_blueprint = BridgeBlueprint
 has_dropout = True
 

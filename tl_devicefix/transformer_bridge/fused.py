@@ -7,7 +7,6 @@ is made when the first of them is found. If there is any other hook, the Bridge'
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -30,7 +29,13 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers import PretrainedConfig
 
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, why_replaced
-from tl_devicefix.fusing.listening import Listeners, hooks_of, records, unsupported_mode
+from tl_devicefix.fusing.listening import (
+    Listeners,
+    hooks_of,
+    records,
+    relay_hooks,
+    unsupported_mode,
+)
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.monkeypatch.versions import installed
@@ -208,7 +213,7 @@ class BoundWrapper:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper, self._training, self._attributes = wrapper, wrapper.training, vars(wrapper)
         modules = list(wrapper.modules())[1:]  # without the wrapper
-        self._harmless = {key for module in modules for key in _relay_hooks(module)}
+        self._harmless = {key for module in modules for key in relay_hooks(module)}
         names = {getattr(part, name): "part" for part, name in _parts(wrapper)}
         names |= {wrapper._modules.get(name): name for name in ("hook_in", "hook_out")}
         for module in modules:
@@ -332,11 +337,3 @@ def starts_at(kind: Any) -> bool:
 
 def _forward_of(kind: Any) -> str:
     return kind.forward.__qualname__  # type: ignore[no-any-return]
-
-
-def _relay_hooks(point: nn.Module) -> Iterator[int]:
-    """Yield the ids of a hook point's hooks that only pass the value on to another hook point."""
-    for handle in point.fwd_hooks if isinstance(point, HookPoint) else ():
-        hook = inspect.unwrap(handle.user_hook) if handle.user_hook else None
-        if getattr(hook, "__module__", None) == "transformer_lens.model_bridge.component_setup":
-            yield handle.hook.id
