@@ -79,7 +79,7 @@ def _first_weight(block):
 PUT_IN = {
     "module": lambda block: setattr(block, "mlp", nn.Identity()),
     "module within one": lambda block: block.mlp.add_module("probe", nn.Linear(2, 2)),
-    "forward": lambda block: setattr(block.attn, "forward", lambda x: None),
+    "forward": lambda block: setattr(block, "forward", lambda x: None),
     "parameter": lambda block: setattr(*_first_weight(block), nn.Parameter(ONE)),
     "buffer": lambda block: block.attn.register_buffer("mask", ONE),
     "attribute": lambda block: setattr(block.ln1, "eps", 3.0),
@@ -87,6 +87,7 @@ PUT_IN = {
     "config": lambda block: setattr(block.attn, "cfg", None),
     "transformers' config": lambda block: setattr(block.attn, "config", object()),
     "torch hook": lambda block: block.mlp.register_forward_hook(lambda *args: None),
+    "backward hook": lambda block: block.register_full_backward_hook(lambda *args: None),
 }
 
 

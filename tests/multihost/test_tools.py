@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformer_lens
 from local_hosts import hosts
+from packaging.version import Version
 from runs_of_users import GREEDY
 from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 from tl_devicefix.multihost import worker
 
 
@@ -70,7 +71,11 @@ def parts_of_a_block(model, tokens):
         return (*parts, block(x), block.attn(x, x, x)) if has_hooked_transformer() else parts
 
 
-RUNS = [mapped, swept, fused, parts_of_a_block, with_a_module_in_a_hook_points_place]
+MAY_FUSE = pytest.mark.skipif(
+    installed() < Version("3.8"), reason="this TransformerLens has no blocks that can be fused"
+)
+RUNS = [mapped, swept, parts_of_a_block, with_a_module_in_a_hook_points_place]
+RUNS += [pytest.param(fused, marks=MAY_FUSE)]
 
 
 def assert_equal(run, alone, spread, tokens):

@@ -21,9 +21,9 @@ class Host:
     """A host that has joined. A subclass reaches its worker, and has to keep these promises:
 
     - Several threads may call at once, and a call may take long.
-    - Arguments and values are None, numbers, strings, dtypes, devices, classes, dense CPU tensors
-      without gradients, and tuples, lists, dicts and messages (see `messages.py`) of these.
-    - A tensor that arrives belongs to its receiver, which may write to it.
+    - Arguments and values are None, numbers, strings, dtypes, devices, classes, dense tensors, and
+      tuples, lists, dicts and messages (see `messages.py`) of these.
+    - A tensor arrives on the CPU, without gradients, and its receiver may write to it.
 
     Attributes:
         name: "node-b"; "host1" if two hosts have the same name.

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.multihost.hosts import Host, HostLost, join, joined_hosts
 from tl_devicefix.multihost.worker import Worker
+from tl_devicefix.placement.elsewhere import plain
 from tl_devicefix.placement.workers import one_load
 
 _log = logging.getLogger(__name__)
@@ -174,7 +175,8 @@ class _Packed:
     # Ray sends arrays without pickling them. The array is of bytes: numpy lacks bfloat16.
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
-        self.bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        dense = plain(tensor).detach().to("cpu").contiguous()
+        self.bytes = dense.reshape(-1).view(torch.uint8).numpy()
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, in new memory."""

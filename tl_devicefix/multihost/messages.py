@@ -23,22 +23,18 @@ The worker keeps models, paused runs with their graphs, activations and KV cache
 number that home chose. Each call also has the numbers of those that home has dropped since the last
 one. A tensor that the worker keeps is named by a `KeptTensor`, in both directions.
 
-Tensors in a message are on the CPU, without gradients; `Host` lists the other types allowed.
+Tensors arrive on the CPU, without gradients; `Host` lists the other types allowed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
-from torch.utils._pytree import register_dataclass, tree_map_only
+from torch.utils._pytree import register_dataclass
 from transformers import cache_utils
-
-from tl_devicefix.placement.elsewhere import plain
-
-_Value = TypeVar("_Value")
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype)
 """The types of attributes and settings that are sent, besides tensors and devices."""
@@ -199,8 +195,3 @@ def as_cache(entry: CacheEntry, index: int) -> cache_utils.Cache:
     # Earlier layers are None: a layer reads its own entry only, by its index.
     cache.layers = [None] * index + [entry]  # type: ignore[assignment]  # typed without None
     return cache
-
-
-def sent(value: _Value) -> _Value:
-    """Return a value as it is sent: its tensors on the CPU, without gradients."""
-    return tree_map_only(torch.Tensor, lambda tensor: plain(tensor).detach().to("cpu"), value)

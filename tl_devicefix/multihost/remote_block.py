@@ -46,7 +46,6 @@ from tl_devicefix.multihost.messages import (
     StepRequest,
     attributes_of,
     layer_of_cache,
-    sent,
     set_attributes,
 )
 from tl_devicefix.multihost.remote_tensor import RemoteTensor, refuse_in_steps
@@ -186,9 +185,7 @@ class RemoteModule(nn.Module):
         super().__setattr__(name, value)
 
     def _check_name(self, name: str) -> None:
-        # A module may replace a hook point; a whole block's `forward` runs here, around the call.
-        runs_here = name == "forward" and isinstance(self, RemoteBlock)
-        if not (name.startswith("hook_") or runs_here):
+        if not name.startswith("hook_"):  # a module may replace a hook point
             self._refuse(f"{name} was")
 
     def _check_hook(self, hook: object) -> None:
@@ -197,6 +194,9 @@ class RemoteModule(nn.Module):
         is_known = module.startswith("transformer_lens.model_bridge") or records(hook)
         if not (is_known or isinstance(self, RemoteBlock)):
             self._refuse("torch hooks were")
+
+    def _refuse_hook(self, hook: object) -> None:
+        self._refuse("torch's backward hooks were")
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -229,13 +229,15 @@ def _checking_method(
 
 for _method in ("add_module", "register_parameter", "register_buffer"):
     setattr(RemoteModule, _method, _checking_method(_method, RemoteModule._check_name))
-for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre", "backward"):
-    _method = f"register_{_kind}_hook"
+for _method in ("register_forward_hook", "register_forward_pre_hook"):
     setattr(RemoteModule, _method, _checking_method(_method, RemoteModule._check_hook))
+for _kind in ("full_backward", "full_backward_pre", "backward"):
+    _method = f"register_{_kind}_hook"
+    setattr(RemoteModule, _method, _checking_method(_method, RemoteModule._refuse_hook))
 
 
 class RemoteBlock(RemoteModule):
-    """A block whose weights are on another host. Hooks on the block itself run here."""
+    """A block whose weights are on another host. Forward hooks on the block itself run here."""
 
 
 _WAITING = "remote blocks"
@@ -263,20 +265,12 @@ def _run_there(self: RemoteBlock, *args: Any, **kwargs: Any) -> Output:
     form = record.forms.get(step.form)
     # A block runs at once if it has taps or torch hooks, which must run before those of later
     # blocks, or if its type of output (a tensor or a tuple) is not known yet.
-    torch_hooks = self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
-    is_watched = step.taps or torch_hooks
+    is_watched = step.request.taps or self._forward_hooks
     if is_watched or form is None or not is_in_forward():
         output.read()
         return waiting.returned
     kept[_WAITING] = waiting
     return (output,) if form is tuple else output
-
-
-def _call(self: RemoteBlock, *args: object, **kwargs: object) -> object:
-    """Call the block, as torch does."""
-    if self._backward_hooks or self._backward_pre_hooks:  # torch adds a node to the inputs' graph
-        args = tuple(map(plain, args))
-    return nn.Module.__call__(self, *args, **kwargs)
 
 
 def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
@@ -301,9 +295,8 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
 @cache
 def _remote_class(cls: type[nn.Module], mixin: type[RemoteModule]) -> type[nn.Module]:
     # The mixin comes last: Python lets a module whose class derives from ABC change only to a class
-    # that has the old one as its first base. `_call` replaces a Bridge's `__call__`, which looks up
-    # the layer's weights.
-    block_methods = {"forward": _run_there, "__call__": _call}
+    # that has the old one as its first base. A Bridge's `__call__` looks up the layer's weights.
+    block_methods = {"forward": _run_there, "__call__": nn.Module.__call__}
     has = {"__module__": __name__, **(block_methods if mixin is RemoteBlock else {})}
     return type(f"Remote{cls.__name__}", (cls, mixin), has)
 
@@ -378,21 +371,33 @@ class _Step:
         if why is not None:
             raise record.refusal(why)
         self._used: list[RemoteHandle] = []  # kept until the block has run
-        # Each KV cache is replaced by the state of its entry.
-        self.arguments = (
-            [self._sent(argument) for argument in args],
-            {name: self._sent(argument) for name, argument in kwargs.items()},
-        )
         listened = record.listened(block)
-        self.taps = [name for name, looks in listened.items() if not looks]
+        taps = {name: block.get_submodule(name) for name, looks in listened.items() if not looks}
         self.cached = {
             name: RemoteHandle(record.remote.host) for name, looks in listened.items() if looks
         }
+        self.request = StepRequest(
+            layer=record.index,
+            # Each KV cache is replaced by the state of its entry.
+            arguments=(
+                [self._sent(argument) for argument in args],
+                {name: self._sent(argument) for name, argument in kwargs.items()},
+            ),
+            # A module in a hook point's place counts as a forward hook.
+            taps={
+                name: [k for k in ("fwd", "bwd") if getattr(point, f"{k}_hooks", k == "fwd")]
+                for name, point in taps.items()
+            },
+            cached={name: handle.number for name, handle in self.cached.items()},
+            is_fused=is_fused(block) and is_enabled(),
+            has_mlp_in=vars(block).get(HAS_MLP_IN),
+            config=record.changed_settings(block),
+        )
 
     def check_after_hook(self, name: str, changes_others: bool) -> None:
         """Check that hooks on a tap have done nothing that the worker would not know of."""
         for point, looks in self.record.listened(self.block).items():
-            if point not in self.taps and not (looks and point in self.cached):
+            if point not in self.request.taps and not (looks and point in self.cached):
                 raise self.record.refusal(
                     f"a hook on {name} has put one on {point} of the same block"
                 )
@@ -431,23 +436,6 @@ class _Step:
         self._used.append(value.handle)
         is_there = value.handle.host is self.record.remote.host and not value.is_fetched
         return value.kept if is_there else value.read()
-
-    def message(self) -> StepRequest:
-        """Return the step as it is sent to the worker."""
-        points = {name: self.block.get_submodule(name) for name in self.taps}
-        return StepRequest(
-            layer=self.record.index,
-            arguments=self.arguments,
-            # A module in a hook point's place counts as a forward hook.
-            taps={
-                name: [k for k in ("fwd", "bwd") if getattr(point, f"{k}_hooks", k == "fwd")]
-                for name, point in points.items()
-            },
-            cached={name: handle.number for name, handle in self.cached.items()},
-            is_fused=is_fused(self.block) and is_enabled(),
-            has_mlp_in=vars(self.block).get(HAS_MLP_IN),
-            config=self.record.changed_settings(self.block),
-        )
 
     def grow(self, attributes: dict[str, object]) -> None:
         """Set the entry's attributes; its keys and values stay on the worker until read."""
@@ -504,7 +492,7 @@ class _RemoteRun(RemoteHandle):
 
     def run(self, x: Float[torch.Tensor, "batch pos d_model"]) -> Output:
         """Run the blocks and the hooks; return what the last block returns."""
-        steps = [step.message() for step in self._steps]
+        steps = [step.request for step in self._steps]
         # Any argument may have a graph, not only x.
         given = tree_leaves([x, [step.arguments for step in steps]])
         leaves = [
@@ -522,7 +510,7 @@ class _RemoteRun(RemoteHandle):
             settings=settings(),
             facts=forward_cache().get(FACTS),
         )
-        ask = partial(self._replied, "begin", sent(request))
+        ask = partial(self._replied, "begin", request)
         # Tensors that both sides hold, in the worker's order. If the activation at a tap is one of
         # them, the worker sends its index (`same_as`) instead.
         shared, inputs = [x], [given[index] for index in leaves]
@@ -549,7 +537,7 @@ class _RemoteRun(RemoteHandle):
                 shared.append(hooked)
             is_leaf = hooked.requires_grad and (is_changed or same_as is None)
             inputs = [hooked] if is_leaf else []
-            new = sent(hooked) if is_changed else None
+            new = hooked if is_changed else None
             arguments = self.number, new, hooked.requires_grad, in_place
             ask = partial(self._replied, "proceed", *arguments)
 
@@ -623,6 +611,6 @@ class _RemoteBackward(torch.autograd.Function):
             )
         task = torch._C._current_graph_task_id()
         run: _RemoteRun = ctx.run
-        gradients = run.host.call("backward", run.number, ctx.number, sent(gradient), task)
+        gradients = run.host.call("backward", run.number, ctx.number, gradient, task)
         at_home = [None if g is None else g.to(d) for g, d in zip(gradients, ctx.devices)]
         return None, None, torch.zeros(()) if ctx.needs_input_grad[2] else None, *at_home

@@ -39,7 +39,6 @@ from tl_devicefix.multihost.messages import (
     StepRequest,
     as_cache,
     attributes_of,
-    sent,
     set_attributes,
 )
 from tl_devicefix.placement.devices import free_memory
@@ -55,11 +54,6 @@ _SETTINGS: list[tuple[Callable[[], object], Callable[[Any], None]]] = [
         (partial(getattr, matmul, "fp32_precision"), partial(setattr, matmul, "fp32_precision"))
         for matmul in map(attrgetter("matmul"), (torch.backends.cuda, torch.backends.mkldnn))
     ),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
 ]
 
 
@@ -140,7 +134,7 @@ class Worker:
 
     def fetch(self, number: int, name: str) -> torch.Tensor:
         """Return a tensor that is kept; see `KeptTensor`."""
-        return sent(self._kept.tensor(number, name))
+        return self._kept.tensor(number, name)
 
     def begin(self, request: RunRequest) -> Reply:
         """Run blocks up to the first tap or the end."""
@@ -174,7 +168,7 @@ class Worker:
             gradient: the gradient of the part's value.
             task: the number of home's backward pass; several may go through one graph.
         """
-        return sent(self._kept[run].backward(part, gradient, task))
+        return self._kept[run].backward(part, gradient, task)
 
 
 class _Kept(dict[int, Any]):
@@ -311,7 +305,11 @@ class _PausableRun:
         def is_entry(value: object) -> bool:
             return isinstance(value, EntryState)
 
-        x, arguments = tree_map_only(torch.Tensor, lambda t: t.to(device), (x, step.arguments))
+        def here(tensor: torch.Tensor) -> torch.Tensor:
+            # Hooks may write to a copy, but not to a leaf of the graph.
+            return tensor.to(device, copy=tensor.is_leaf and tensor.requires_grad)
+
+        x, arguments = tree_map_only(torch.Tensor, here, (x, step.arguments))
         args, kwargs = tree_map_only(EntryState, appended_to, arguments, is_leaf=is_entry)
         self._shared = self._shared or [x]
         # Only hooks need a view: without them, runs in flight may share the block.
@@ -384,22 +382,20 @@ class _PausableRun:
         if arrival is None:
             raise _Ended
         given, in_place = arrival
-        if given is not None and in_place and not (activation.is_leaf and activation.requires_grad):
+        if given is not None and in_place:
             activation.copy_(given)  # tensors that share its memory have to change too
         elif given is not None:
             # Copy it: `given` is a leaf of the graph, and the block may write to it.
             activation = given.to(activation.device, copy=self._request.has_graph)
-            if in_place and same_as is not None:
-                self._shared[same_as] = activation  # home's tensor keeps this index
-            else:
-                same_as = None
+            same_as = None
         elif same_as is None and activation.requires_grad:
             # Detach in place, if torch allows it: a Bridge's norms ask whether a hook returned the
-            # same tensor.
-            is_view = activation._is_view()
-            activation = activation.detach() if is_view else activation.detach_()
-            activation.requires_grad_()  # a leaf of the graph that follows
-            self._parts[-1].leaves.append(activation)
+            # same tensor. It is no leaf itself: later hooks may write to it.
+            leaf = activation.detach().requires_grad_()
+            activation = activation.detach() if activation._is_view() else activation.detach_()
+            with torch.autograd._unsafe_preserve_version_counter(activation):
+                activation.copy_(leaf)
+            self._parts[-1].leaves.append(leaf)
         if same_as is None:
             self._shared.append(activation)
         return activation
@@ -417,7 +413,7 @@ class _PausableRun:
         # Keep the edge, not the tensor: hooks may write to the tensor.
         part.edge = get_gradient_edge(activation) if has_graph else None
         part.device = activation.device
-        reply = Reply(number, name, sent(value), same_as, has_graph, self._cached, self._grown)
+        reply = Reply(number, name, value, same_as, has_graph, self._cached, self._grown)
         self._cached, self._grown = [], []
         return reply
 

@@ -23,7 +23,6 @@ from tl_devicefix.placement.devices import (
     device_count,
     is_device,
     others,
-    printed,
     resolve,
 )
 from tl_devicefix.placement.elsewhere import is_elsewhere
@@ -105,18 +104,13 @@ def decide(
                     f"{did_you_mean(device_map, STRATEGIES)}"
                 )
             device_map = {"": device_map}
-        placement = _from_dict(sizes, device_map, device)
-        _warn_of_unused(
-            by_device(max_memory, placement.home, placement.devices), placement.memories
-        )
-        return placement
+        return _from_dict(sizes, device_map, device)
     home = default_device() if device is None else resolve(device)
     limits = by_device(max_memory, home)  # none yet, if one size is for all devices
     devices = _devices_to_use(home, device, n_devices, device_map, limits)
     limits = by_device(max_memory, home, devices)
     home = devices[0]  # without `device`, the lowest that `max_memory` names
     may_offload = home != CPU and CPU in limits
-    _warn_of_unused(limits, [*devices, CPU] if may_offload else devices)
     rooms = [capacity(d, limits) for d in devices]
     spread = filled_in_order if device_map == "sequential" else balanced
     counts = spread(sizes, rooms)
@@ -165,17 +159,6 @@ def _devices_to_use(
     of_hosts = others().devices
     count = len(of_hosts) if home in of_hosts else device_count(home.type)
     return consecutive(home, max(count - (home.index or 0), 1))
-
-
-def _warn_of_unused(limits: Limits, devices: Sequence[torch.device]) -> None:
-    used = [printed(device) for device in devices]
-    if unused := set(map(printed, limits)) - set(used):
-        _log.warning(
-            "max_memory names %s, where nothing is placed: the other arguments allow only %s; to "
-            "use the devices of max_memory, leave device, device_map and n_devices out",
-            ", ".join(sorted(unused)),
-            ", ".join(used),
-        )
 
 
 def _placed_in_order(

@@ -224,10 +224,8 @@ def _estimate(
     request = device_request(n_devices, device_map, max_memory)
     _check(job, model)
     size_by_device = _size_by_device(request.max_memory, request.n_devices)
-    # If max_memory or device_map names the devices, pass no limits of others: `decide` uses all
-    # that have one, and warns of those that a map leaves out.
-    is_placed = request.names_used or names_places(request.device_map)
-    limits = request.max_memory if is_placed else size_by_device
+    # If max_memory names the devices, pass no limits of others: `decide` uses all that have one.
+    limits = request.max_memory if request.names_used else size_by_device
     # The simulated devices have no limit, so that the table says how much is missing.
     with simulate_apart(request.n_devices, UNLIMITED) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
