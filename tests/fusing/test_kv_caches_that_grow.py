@@ -15,7 +15,7 @@ from tl_devicefix.hooked_transformer import fused as fused_module
 
 pytestmark = [pytest.mark.hooked, fuses]
 N_TOKENS = 14
-KINDS = ["llama", "bloom", "gpt2", "gpt-neo", "pythia"]  # grouped, ALiBi, neither, local, in part
+KINDS = ["llama", "gpt2", "gpt-neo", "pythia"]  # grouped, not rotary, local, rotary in part
 
 
 @pytest.fixture(scope="module")

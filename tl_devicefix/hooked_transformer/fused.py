@@ -42,7 +42,6 @@ from tl_devicefix.fusing.kv_cache import Heads
 from tl_devicefix.fusing.listening import Listeners, unsupported_mode
 from tl_devicefix.fusing.one_forward import cached_for_forward, state_of
 from tl_devicefix.hooked_transformer.components import POST_NORM
-from tl_devicefix.hooked_transformer.moving import alibi_table
 from tl_devicefix.monkeypatch.applying import is_enabled
 from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.placement.devices import has_values
@@ -223,6 +222,8 @@ def _why_pattern(attn: Any) -> str | None:
         return why
     if cfg.use_dynamic_ntk_rope or cfg.use_logn_attn:
         return "its positions depend on the length"
+    if cfg.positional_embedding_type == "alibi":
+        return "it has ALiBi"
     if cfg.positional_embedding_type == "relative_positional_bias":
         return "it has relative position biases"
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
@@ -371,12 +372,9 @@ def _fused_attention(
             k = kv_cache.rotated_keys(entry, k, states, rotate)
             k = k.clone() if is_hooked else k  # a hook may edit k, but the cache keeps it
         k = point("hook_rot_k", k)  # [batch, key_pos, kv_head_index, d_head]
-    bias = None
-    if cfg.positional_embedding_type == "alibi":
-        bias = alibi_table(attn, k.shape[1], q.device)[:, -q.shape[1] :, : k.shape[1]]
     mask, is_causal = _mask(attn, q, offset, pads)
     by_head = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [batch, head, pos, d_head]
-    z = _attend(*by_head, 1 / attn.attn_scale, mask, is_causal, bias).transpose(1, 2)
+    z = _attend(*by_head, 1 / attn.attn_scale, mask, is_causal).transpose(1, 2)
     if is_hooked and z.requires_grad:
         z = z.clone()  # a hook may edit z in place, but SDPA's backward needs it
     z = point("hook_z", z)  # [batch, pos, head_index, d_head]
@@ -444,34 +442,23 @@ def _attend(
     scale: float,
     mask: Mask | None,
     is_causal: bool,
-    bias: Float[torch.Tensor, "head_index query_pos key_pos"] | None = None,
 ) -> Float[torch.Tensor, "batch head_index query_pos d_head"]:
     """Return the values of each head, mixed as its pattern would mix them.
 
-    Scores are multiplied by `scale`, and then `bias` is added. Without a mask, a query sees all
-    keys, or if `is_causal`, the keys up to its own.
+    Scores are multiplied by `scale`. Without a mask, a query sees all keys, or if `is_causal`, the
+    keys up to its own.
     """
-    dtype, attn_mask = v.dtype, mask
-    if bias is not None:
-        if is_causal:  # SDPA takes no bias with it
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
-        if dtype.itemsize < 4:
-            q, k, v = q.float(), k.float(), v.float()  # 16 bits are too few for the bias
-        bias = bias.to(v.dtype)[None]  # [1, head_index, query_pos, key_pos]
-        attn_mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
-        is_causal = False
     if not q.dtype == k.dtype == v.dtype:  # a hook may have changed one
         q, k = q.to(v.dtype), k.to(v.dtype)
     groups = q.shape[1] // k.shape[1]
     enable_gqa = groups > 1
     if enable_gqa:
         choose: Any = torch._fused_sdp_choice  # its stub lacks the optional arguments
-        choice = choose(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)
+        choice = choose(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=True)
         # If torch chooses the kernel that builds scores, repeat the keys: another may then run.
         if choice == SDPBackend.MATH.value:
             enable_gqa = False
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))  # [batch, head_index, ...]
-    z = F.scaled_dot_product_attention(
-        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )  # [batch, head_index, query_pos, d_head]
-    return z if z.dtype == dtype else z.to(dtype)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import nn
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -225,45 +223,15 @@ class AlibiOnDevice(Around):
 
     def pre_forward(self, block: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Make the table if there is none that is long enough."""
-        entry = kwargs.get("past_kv_cache_entry")
+        entry, attn = kwargs.get("past_kv_cache_entry"), block.attn
         past = 0 if entry is None else entry.past_keys.shape[1]
         n_keys = past + (args[0] if args else kwargs["resid_pre"]).shape[1]  # [batch, pos, ...]
-        if hasattr(block.attn, "alibi"):  # a user may have replaced `attn`
-            alibi_table(block.attn, n_keys, self.device)
+        if hasattr(attn, "alibi"):  # a user may have replaced `attn`
+            table = attn.alibi  # [head_index, query_pos, key_pos]
+            if table is None or table.shape[-1] < n_keys:
+                table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, self.device)
+            attn.alibi = table.to(self.device)
         return args, kwargs
-
-
-def alibi_table(
-    attn: Any, n_keys: int, device: torch.device
-) -> Float[torch.Tensor, "head_index query_pos key_pos"]:
-    """Return an attention's ALiBi table on a device, for at least `n_keys` keys."""
-    table = attn.alibi
-    is_short = table is None or table.shape[-1] < n_keys
-    # SDPA saves the table for backward; torch refuses to save one made in inference mode.
-    if is_short or (table.is_inference() and torch.is_grad_enabled()):
-        table = attn.create_alibi_bias(attn.cfg.n_heads, n_keys, device)
-    attn.alibi = table.to(device)
-    return attn.alibi
-
-
-@patches(
-    "AbstractAttention",
-    takes="n_heads device",
-    why="BLOOM's slopes if the number of heads is not a power of two",
-    until="3",
-)
-def create_alibi_multipliers(
-    original: Callable[..., torch.Tensor], n_heads: int, device: torch.device | str | None = None
-) -> Float[torch.Tensor, " n_heads"]:
-    """Wrap `AbstractAttention.create_alibi_multipliers`, for any number of heads.
-
-    TransformerLens's formula is right for powers of two only.
-    """
-    # As in transformers, 12 heads get the slopes of 8 heads, then the first 4 of every other slope
-    # of 16 heads.
-    power = 2 ** math.floor(math.log2(n_heads))
-    further = original(2 * power, device)[: 2 * (n_heads - power) : 2]  # [n_heads - power]
-    return torch.cat([original(power, device), further])  # [n_heads]
 
 
 @patches(
