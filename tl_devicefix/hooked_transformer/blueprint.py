@@ -14,24 +14,17 @@ from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.loading_from_pretrained import get_pretrained_model_config
 from transformers import PreTrainedTokenizerBase
 
-from tl_devicefix.checkpoints.hub import (
-    HUB_ARGUMENTS,
-    hub_arguments,
-    known_config,
-    read_config,
-    torch_dtype,
-)
+from tl_devicefix.checkpoints.hub import HUB_ARGUMENTS, torch_dtype
 from tl_devicefix.fusing.kv_cache import drop_room
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.config import Options, model_config, official_name
 from tl_devicefix.hooked_transformer.empty_model import empty_model
-from tl_devicefix.hooked_transformer.loading import applicable_steps, bind_arguments, has_own_format
+from tl_devicefix.hooked_transformer.loading import applicable_steps, bind_arguments, check_load
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.twin import check_hooked_numbers
 from tl_devicefix.monkeypatch.applying import original
 from tl_devicefix.placement.fitting import working_room
 from tl_devicefix.placement.placement import ComponentSize, Placement
-from tl_devicefix.twin import OnMismatch, chosen_action
+from tl_devicefix.twin import OnMismatch
 
 HookedConfigOrName = HookedTransformerConfig | str | os.PathLike[str]
 
@@ -111,16 +104,10 @@ class HookedBlueprint:
         """Warn if a load with these options would not give transformers' numbers."""
         if not self._is_named:
             return  # a HookedTransformerConfig has no counterpart in transformers
-        name = official_name(self.name)
-        if chosen_action(on_mismatch) == "ignore" or has_own_format(name):
-            return
         installed = original(HookedTransformer, "from_pretrained").__func__
-        arguments = bind_arguments(installed, HookedTransformer, self.name)
-        steps = applicable_steps(self._cfg, {**arguments, **self._options})
-        trusted = {"trust_remote_code": self._cfg.trust_remote_code}
-        hub = hub_arguments(self._options)
-        hf_config = known_config(name) or read_config(name, **trusted, **hub)
-        check_hooked_numbers(hf_config, self._cfg, steps, on_mismatch)
+        arguments = bind_arguments(installed, HookedTransformer, self.name) | self._options
+        steps, name = applicable_steps(self._cfg, arguments), official_name(self.name)
+        check_load(name, self._cfg, arguments, steps, on_mismatch, self._options, prefer_known=True)
 
     def room_to_load(self, placement: Placement) -> int:
         """Return the most bytes that a load needs on a device beyond the weights: two slices."""

@@ -28,6 +28,7 @@ from tl_devicefix.checkpoints.hub import (
     hub_arguments,
     is_checkpoint_directory,
     known_config,
+    not_fetched,
     read_config,
     reading_config,
     refuse_directory,
@@ -136,11 +137,7 @@ def _config_by_name(
         with one_load, replaced_in_thread(AutoConfig, "from_pretrained", read):
             cfg = tl_loading.get_pretrained_model_config(name, **kwargs)
     except OSError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the config of {name!r} cannot be fetched: check the connection, or give a local "
-            f"directory with its config.json: {reason}"
-        ) from error
+        raise not_fetched(name, [name], error) from error
     architecture = str(cfg.original_architecture)
     if architecture in _OTHER_CLASSES:
         raise ValueError(

@@ -27,11 +27,11 @@ from tl_devicefix.checkpoints.checkpoint import (
     stored_tensors,
 )
 from tl_devicefix.checkpoints.hub import (
-    TOKENIZER_FILES,
     check_model,
     hub_arguments,
     in_one_line,
     is_checkpoint_directory,
+    known_config,
     read_config,
     tokenizers_fetched_with,
     torch_dtype,
@@ -148,7 +148,7 @@ def _load(
 
     cfg = _load_config(model_name, arguments, hf_kwargs, dtype)
     steps = applicable_steps(cfg, arguments)
-    warning = _check_numbers(model_name, cfg, arguments, steps, on_mismatch, hf_kwargs)
+    warning = check_load(model_name, cfg, arguments, steps, on_mismatch, hf_kwargs)
     n_devices, device = arguments["n_devices"], arguments["device"]
     placement = decide_fitting(component_sizes(cfg), n_devices, device, device_map, max_memory)
     if not arguments["move_to_device"]:
@@ -171,14 +171,6 @@ def _load(
         # `move_model_modules_to_device` moves the weights there later.
         device = resolve(device) if isinstance(device, int) else device or default_device()
         model.cfg.device = str(device)
-    if model.tokenizer is None:
-        _log.warning(
-            "%r has no tokenizer (none of %s), so the model takes only tokens: pass "
-            "tokenizer=AutoTokenizer.from_pretrained(...) to from_pretrained, or give it to "
-            "model.set_tokenizer(...).",
-            arguments["model_name"],
-            ", ".join(TOKENIZER_FILES),
-        )
     print(f"Loaded pretrained model {arguments['model_name']} into HookedTransformer")
     return model
 
@@ -247,20 +239,26 @@ def applicable_steps(cfg: HookedTransformerConfig, arguments: Mapping[str, Any])
     return Steps(**steps).applicable(cfg, installed_conventions())
 
 
-def _check_numbers(
+def check_load(
     model_name: str,
     cfg: HookedTransformerConfig,
     arguments: Options,
     steps: Steps,
     on_mismatch: OnMismatch | None,
     hf_kwargs: Options,
+    prefer_known: bool = False,
 ) -> str | None:
-    """Check a tiny model of the same config, and return the warning, if any."""
+    """Check a tiny model of the same config, and return the warning, if any.
+
+    With `prefer_known`, a config in known_configs.json is not fetched.
+    """
     if chosen_action(on_mismatch) == "ignore" or has_own_format(model_name):
         return None
     if arguments["hf_model"] is None:
-        trusted = {"trust_remote_code": cfg.trust_remote_code}
-        hf_config = read_config(model_name, **trusted, **hub_arguments(hf_kwargs))
+        hf_config = known_config(model_name) if prefer_known else None
+        if hf_config is None:
+            trusted = {"trust_remote_code": cfg.trust_remote_code}
+            hf_config = read_config(model_name, **trusted, **hub_arguments(hf_kwargs))
         return check_hooked_numbers(hf_config, cfg, steps, on_mismatch)
     model: Any = unwrap(arguments["hf_model"])
     n_layers = getattr(model.config, "text_config", model.config).num_hidden_layers

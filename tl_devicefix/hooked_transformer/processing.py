@@ -200,19 +200,10 @@ def process_weights_(
     center_unembed: bool = True,
     refactor_factored_attn_matrices: bool = False,
 ) -> None:
-    """Process the model's own weights in place, each component on its own device.
-
-    Steps that are already done are skipped, as in TransformerLens's own method after 3.0.
-
-    Raises:
-        RuntimeError: if an earlier call was interrupted.
-    """
+    """Process the model's own weights in place; steps that are already done are skipped."""
+    flags = fold_ln, center_writing_weights, center_unembed
     self.load_and_process_state_dict(
-        self.state_dict(),
-        fold_ln,
-        center_writing_weights,
-        center_unembed,
-        refactor_factored_attn_matrices=refactor_factored_attn_matrices,
+        self.state_dict(), *flags, refactor_factored_attn_matrices=refactor_factored_attn_matrices
     )
 
 

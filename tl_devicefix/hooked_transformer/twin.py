@@ -28,20 +28,10 @@ def check_hooked_numbers(
     on_mismatch: OnMismatch | None = None,
     hf_class: type[PreTrainedModel] | None = None,
 ) -> str | None:
-    """Warn if a HookedTransformer with this config would not give transformers' numbers.
+    """Warn or raise if a HookedTransformer of `cfg` would not give transformers' numbers.
 
-    Args:
-        hf_config: transformers' config of the model; not changed.
-        cfg: the HookedTransformerConfig that was made for it, with all of the caller's choices.
-        steps: the processing of the load.
-        on_mismatch: as for `check_numbers`.
-        hf_class: the class of the model to convert; by default, the one that transformers uses.
-
-    Returns:
-        The warning, or None.
-
-    Raises:
-        ValueError: with `on_mismatch="refuse"`, in place of the warning.
+    See `check_numbers`. `hf_class` is the class of the model to convert; by default, the one that
+    transformers uses.
     """
     other = "a TransformerBridge, which runs transformers' own code"
     other = other if has_bridge() else "a newer TransformerLens"

@@ -29,21 +29,11 @@ def check_bridge_numbers(
     on_mismatch: OnMismatch | None = None,
     compatibility: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """Warn if a Bridge with this config would not give transformers' numbers.
+    """Warn or raise if a Bridge of this config would not give transformers' numbers.
 
-    Args:
-        hf_config: transformers' config of the model; not changed.
-        name: the model's name.
-        on_mismatch: as for `check_numbers`.
-        compatibility: the arguments of `enable_compatibility_mode`; None for a Bridge as booted.
-
-    Returns:
-        The warning, or None.
-
-    Raises:
-        ValueError: with `on_mismatch="refuse"`, instead of the warning.
+    See `check_numbers`. `compatibility` are the arguments of `enable_compatibility_mode`; None
+    for a Bridge as booted.
     """
-
     called = f"{name} as a TransformerBridge"
     called += "" if compatibility is None else " in compatibility mode"
     advice = "compare what you need with transformers"
