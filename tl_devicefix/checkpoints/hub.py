@@ -24,7 +24,7 @@ from tl_devicefix.errors import did_you_mean, is_own_bug, shown
 from tl_devicefix.monkeypatch.applying import replaced_in_thread
 from tl_devicefix.placement.memory import is_out_of_memory
 
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A checkpoint with any of these has a tokenizer."""
 
 _OF_ACCESS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
@@ -118,7 +118,7 @@ def has_tokenizer(name: str, **kwargs: object) -> bool:
             _raise_exceptions_for_connection_errors=False,
             **hub_arguments(kwargs),
         )
-        for file in TOKENIZER_FILES
+        for file in _TOKENIZER_FILES
     )
 
 

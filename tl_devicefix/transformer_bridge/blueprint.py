@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import AutoTokenizer, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from tl_devicefix.checkpoints.hub import (
-    TOKENIZER_FILES,
+    has_tokenizer,
     is_checkpoint_directory,
     known_config,
     known_fields,
@@ -155,11 +154,14 @@ class BridgeBlueprint:
         """Make the Bridge across simulated devices."""
         hf_model, layout = self._empty()
         _give_memory(hf_model, layout, placement)
+        # The hub is not asked.
+        if tokenizer is None and is_checkpoint_directory(self.name) and has_tokenizer(self.name):
+            tokenizer = AutoTokenizer.from_pretrained(self.name, add_bos_token=True)
         bridge = build_bridge_from_module(
             hf_model.eval(),
             self._architecture,
             hf_config=hf_model.config,
-            tokenizer=_saved_tokenizer(self.name) if tokenizer is None else tokenizer,
+            tokenizer=tokenizer,
             dtype=self.dtype,
             device=placement.home,
             model_name=self.name,
@@ -233,10 +235,3 @@ def _give_memory(hf_model: PreTrainedModel, layout: Layout, placement: Placement
                 component = layout.component_of(f"{path}.{name}")
                 module._buffers[name] = buffer.to(placement.device_for(component))
     hf_model.tie_weights()  # each name of a tied weight got its own memory
-
-
-def _saved_tokenizer(name: str) -> object:
-    """Return the tokenizer of a local directory; otherwise None, without asking the hub."""
-    if any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
-        return AutoTokenizer.from_pretrained(name, add_bos_token=True)
-    return None

@@ -15,7 +15,7 @@ from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
 from tl_devicefix.checkpoints.checkpoint import UNREADABLE, check_report, stored_tensors
 from tl_devicefix.checkpoints.hub import (
@@ -24,7 +24,6 @@ from tl_devicefix.checkpoints.hub import (
     not_fetched,
     read_config,
     refuse_directory,
-    snapshot,
     torch_dtype,
 )
 from tl_devicefix.errors import refuse_unknown
@@ -99,12 +98,7 @@ def boot_transformers(
         options["dtype"] = torch_dtype(options["dtype"])
     warning = _check_numbers(options, on_mismatch)
     extra = _check_parts(options, on_mismatch)
-    try:
-        bridge = _boot(original, bound)
-    except OSError:
-        if options.get("hf_model") is None:
-            snapshot(str(options["model_name"]), _LISTED, **options)  # which raises if it is absent
-        raise
+    bridge = _boot(original, bound)
     bridge.__dict__.update({"numbers_warning": warning, EXTRA_PARTS: extra})
     if fuse_blocks:
         fused.fuse_blocks(bridge)
@@ -127,25 +121,32 @@ def _check_parts(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> 
 
 def _check_numbers(options: Mapping[str, Any], on_mismatch: OnMismatch | None) -> str | None:
     """Check a tiny model of the same config, and return the warning, if any."""
-    if chosen_action(on_mismatch) == "ignore" or not options.get("load_weights", True):
-        return None
-    name, hf_model = str(options["model_name"]), options.get("hf_model")
-    if hf_model is not None:
-        hf_config = copy.deepcopy(getattr(hf_model, "config", None))
-    else:
-        read_by = {k: options[k] for k in ("trust_remote_code", "revision") if k in options}
-        read_by.setdefault("trust_remote_code", False)  # or transformers asks at the terminal
-        try:
-            hf_config = read_config(name, **read_by)
-        except ValueError as error:
-            reason = error.__cause__
-            if isinstance(reason, OSError) and not is_checkpoint_directory(name):
-                raise not_fetched(name, _LISTED, reason) from error  # without another try
-            return None  # `_boot` raises it again
-    if hf_config is None:  # a module of another library
+    choice, hf_config = chosen_action(on_mismatch), _config_of(options)
+    if choice == "ignore" or not options.get("load_weights", True) or hf_config is None:
         return None
     vars(hf_config).update(options.get("hf_config_overrides") or {})
-    return check_bridge_numbers(hf_config, name, on_mismatch)
+    return check_bridge_numbers(hf_config, str(options["model_name"]), on_mismatch)
+
+
+def _config_of(options: Mapping[str, Any]) -> PretrainedConfig | None:
+    """Return the config of the model to boot; None if only TransformerLens can read it.
+
+    Raises:
+        ValueError: if the checkpoint has none that can be read, or it cannot be fetched.
+    """
+    name, hf_model = str(options["model_name"]), options.get("hf_model")
+    if hf_model is not None:
+        return copy.deepcopy(getattr(hf_model, "config", None))  # a module may have none
+    read_by = {k: options[k] for k in ("trust_remote_code", "revision") if k in options}
+    read_by.setdefault("trust_remote_code", False)  # or transformers asks at the terminal
+    try:
+        return read_config(name, **read_by)
+    except ValueError as error:
+        if is_checkpoint_directory(name):
+            raise
+        if isinstance(error.__cause__, OSError):
+            raise not_fetched(name, _LISTED, error.__cause__) from error
+        return None
 
 
 _LISTED = [*OFFICIAL_MODEL_NAMES, *itertools.chain(*MODEL_ALIASES.values())]
@@ -168,9 +169,6 @@ def _boot_checkpoint(
     boot: _Boot, options: dict[str, Any], elsewhere: contextlib.ExitStack
 ) -> TransformerBridge:
     """Boot a model; blocks on other hosts are loaded once `elsewhere` is closed."""
-    name = str(options["model_name"])
-    if is_checkpoint_directory(name):  # before TransformerLens reads it
-        read_config(name, trust_remote_code=options.get("trust_remote_code", False))
     arguments = {**options}
     with contextlib.ExitStack() as stack:
         arguments["model_class"] = planned = _PlannedClass(options, elsewhere, stack)
