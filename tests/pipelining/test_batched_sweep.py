@@ -402,7 +402,10 @@ def test_patching_in_batches_gives_transformer_lens_results(on_one, tokens):
     finally:
         before.__exit__()
     assert torch.equal(call(), expected)
-    with tl_devicefix.batch_sweeps(0), pytest.raises(ValueError, match="batch_size must be an int of 1 or more"):
+    with (
+        tl_devicefix.batch_sweeps(0),
+        pytest.raises(ValueError, match="batch_size must be an int of 1 or more"),
+    ):
         call()
 
 
