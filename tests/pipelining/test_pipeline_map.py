@@ -531,6 +531,15 @@ def test_caller_may_run_and_hook_the_model_between_results(model, batches):
         [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, 3)]
 
 
+def test_a_torch_hook_added_between_results_raises(model, batches):
+    results = pipeline_map(model, logits, batches, 3)
+    next(results)
+    handle = model.blocks[4].register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="PyTorch's hooks .* changed before result 1, but"):
+        list(results)
+    handle.remove()
+
+
 def test_pipeline_map_refuses_bad_arguments_at_once(on_one):
     model = on_one("llama")
     for max_in_flight in (0, 1.5, "2"):

@@ -37,7 +37,8 @@ from tl_devicefix.dispatch.scheduler import (
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.errors import note, refuse_unknown, shown
 from tl_devicefix.fusing.fused import applies_dropout
-from tl_devicefix.fusing.listening import IN_VIEW
+from tl_devicefix.fusing.listening import IN_VIEW, hooks_of
+from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import stamp
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.placement import placement_of
@@ -278,7 +279,7 @@ ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks
 
 
 class WeightsSnapshot:
-    """A model's parameters, and the state of each when the snapshot was taken."""
+    """A model's parameters, the state of each when the snapshot was taken, and PyTorch's hooks."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -288,23 +289,29 @@ class WeightsSnapshot:
             for name, weight in module._parameters.items()
             if weight is not None and not isinstance(weight, TensorElsewhere)
         ]
+        self._hooks = _torch_hooks(model)
         self._next = 1  # the number of the result to check at
 
     def check(self, number: int, is_last: bool = False) -> None:
-        """Check that no parameter was replaced or changed in place.
+        """Check that no parameter was replaced or changed in place, and no hook of PyTorch added.
 
-        A check visits all parameters, so only results 1, 8, 64 and so on, and the last, have one.
+        A check visits all modules, so only results 1, 8, 64 and so on, and the last, have one.
 
         Args:
             number: the index of the result.
             is_last: True to check in any case.
 
         Raises:
-            RuntimeError: if a parameter was changed.
+            RuntimeError: if a parameter was changed, or a hook of PyTorch added or removed.
         """
         if number != self._next and not is_last:
             return
         self._next *= 8
+        if _torch_hooks(self._model) != self._hooks:
+            raise RuntimeError(
+                f"PyTorch's hooks of the model's modules changed before result {number}, but the "
+                "runs keep those of the start: change them before, or in the runs"
+            )
         for parameters, key, weight, state in self._states:
             if parameters.get(key) is not weight or stamp(weight) != state:
                 named = self._model.named_modules()
@@ -315,6 +322,12 @@ class WeightsSnapshot:
                     "results may have used either value: change a copy of it in a hook, or "
                     f"{ONE_AT_A_TIME}"
                 )
+
+
+def _torch_hooks(model: Model) -> set[tuple[int, int]]:
+    """Return the users' hooks of PyTorch: for each, the id of its dict, and its number."""
+    dicts = (hooks for module in each_module(model) for hooks in hooks_of(vars(module)) if hooks)
+    return {(id(hooks), n) for hooks in dicts for n, hook in hooks.items() if is_of_user(hook)}
 
 
 class HooksSnapshot:
