@@ -20,7 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line, by default the process's own.
 
     Returns:
-        The exit status: 0 if all is well, 1 if not, and 2 if an argument is wrong.
+        The exit status: 0 if all is well, 1 if not, and 2 if an argument is wrong or there is no
+        accelerator to check.
     """
     chosen = _parser().parse_args(arguments)
     run, expected = _COMMANDS[chosen.command]
@@ -49,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--n-devices", type=int, default=4, help="default: %(default)s")
     selfcheck = commands.add_parser(
-        "selfcheck", help="check this machine's devices; exit status 1 if they cannot be trusted"
+        "selfcheck",
+        help="check this machine's accelerators; exit status 1 if they cannot be trusted",
     )
     selfcheck.add_argument(
         "--device", help='their type, such as "xpu"; default: what TransformerLens would choose'

@@ -87,7 +87,7 @@ def note(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):  # since Python 3.11
         if text not in getattr(error, "__notes__", ()):  # an error may pass here several times
             error.add_note(text)
-    elif error.args == (str(error),):
+    elif error.args == (str(error),) and text not in str(error):
         error.args = (f"{error}\n{text}",)
 
 

@@ -209,8 +209,8 @@ class CacheAtHome(dict[str, torch.Tensor]):
 
     def popitem(self) -> tuple[str, torch.Tensor]:
         """Return a name and a tensor as `dict.popitem` does, at home."""
-        name = next(reversed(self))
-        return name, self.pop(name)
+        name, value = super().popitem()
+        return name, move(value, self.home)
 
     if not TYPE_CHECKING:  # their types are those of dict's methods
         # dict's own methods bypass `__getitem__`.

@@ -299,7 +299,8 @@ class OffloadedForward(Around):
                 with keeping_on_host(self._copy.weights if self._copy else ()):
                     output = run(*args, **kwargs)
             finally:
-                refuse_changed(self._swap_out())
+                changed = self._swap_out()
+            refuse_changed(changed)  # not in `finally`: a user's error comes first
             return output
 
     def places(self) -> Iterator[Place]:
@@ -364,7 +365,7 @@ class OffloadedPart(Around):
             with _swapping:
                 changed = copy.swap_out()
             copy.wait_until_read()
-            refuse_changed(changed)
+        refuse_changed(changed)
         return output
 
 

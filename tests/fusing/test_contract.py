@@ -440,6 +440,14 @@ def test_hooks_within_a_block_see_and_change_the_same(kind, flag, fused, tokens)
     assert len(activations) == len(names)
 
 
+@pytest.mark.parametrize("name", "qkv")
+def test_a_hook_that_drops_positions_is_refused(name, fused, tokens):
+    model = fused()  # SDPA would take it
+    hook = f"blocks.1.attn.hook_{name}", lambda x, hook: x.mean(1, keepdim=True)
+    with pytest.raises(RuntimeError, match=f"{name}.* returned another shape: expand"):
+        model.run_with_hooks(tokens, fwd_hooks=[hook])
+
+
 @torch.no_grad()
 def test_no_pattern_is_built_unless_it_is_hooked(fused):
     model, tokens = fused(), torch.full((1, 29), 7)  # as many tokens as no other size is

@@ -254,6 +254,8 @@ class Stored:
                 f"{self.entry.name} is indexed by examples, but {index} is none: write a number, "
                 "or a list with True or False for each example"
             )
+        if isinstance(index, int) and not -len(self) <= index < len(self):
+            raise IndexError(f"{self.entry.name} has {len(self)} examples, and no example {index}")
         if isinstance(index, int | slice):
             return range(len(self))[index]
         numbers = np.arange(len(self))[index]

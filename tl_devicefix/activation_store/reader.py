@@ -19,7 +19,6 @@ from tl_devicefix.activation_store.format import (
     read_index,
 )
 from tl_devicefix.activation_store.token_batches import Groups, TokenBatches
-from tl_devicefix.errors import did_you_mean
 from tl_devicefix.placement.devices import DeviceLike
 from tl_devicefix.placement.memory import gib
 
@@ -77,7 +76,7 @@ class SavedActivations:
 
             name = utils.get_act_name(*name)
         if name not in self.names:
-            raise KeyError(f"{name} was not saved{did_you_mean(name, self.names)}")
+            raise KeyError(f"{name} was not saved: see saved.names")
         return self.stored[name]
 
     @property
@@ -152,7 +151,7 @@ class SavedActivations:
 
     def __repr__(self) -> str:
         index = self.index
-        state = "complete" if self.is_complete else "not complete: save the rest with resume=True"
+        state = "all saved" if self.is_complete else "not complete: save the rest with resume=True"
         versions = ", ".join(f"{name} {version}" for name, version in index.made_by.items())
         lines = [
             f"{len(self)} examples of {self.model['name']} ({self.model['class']}), {state}",

@@ -131,6 +131,8 @@ def save_activations(
                 f"{name} would grow from batch to batch: freeze it, or prepend its tokens to each "
                 "batch"
             )
+    if isinstance(token_mask, str) and token_mask != "attention_mask":
+        raise ValueError(f"token_mask must be 'attention_mask' or a function, not {token_mask!r}")
     directory = Path(directory)
     dtype = None if dtype is None else torch_dtype(dtype)
     selection = Selection(checked_names(names_filter, model), dtype, transform, token_mask)

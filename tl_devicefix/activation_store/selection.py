@@ -19,7 +19,7 @@ from tl_devicefix.activation_store.format import (
     StoredTensor,
     dtype_name,
 )
-from tl_devicefix.errors import did_you_mean, shown
+from tl_devicefix.errors import shown
 from tl_devicefix.gathering import CacheAtHome
 from tl_devicefix.placement.devices import version_of
 from tl_devicefix.types import Model
@@ -75,9 +75,7 @@ class Selection:
         )
         if unknown := by_name.keys() - activations.keys():
             name = min(unknown)
-            raise ValueError(
-                f"transform has {name}, which is not saved{did_you_mean(name, list(activations))}"
-            )
+            raise ValueError(f"transform has {name}, which is not saved")
         for name, activation in activations.items():
             activation = activation.detach()
             # One row for all examples, such as a Bridge's rotary tables: [1, ...] -> [batch, ...]
@@ -219,8 +217,7 @@ def _tokens_and_mask(item: object, number: int) -> tuple[torch.Tensor, object]:
             if value is not None and (name != "token_type_ids" or _as_tensor(value).any()):
                 raise ValueError(
                     f"item {number} of batches has {name}, which are not passed on to the model: "
-                    f"remove them, or pass {name}=... to save_activations if they are the same for "
-                    "all batches"
+                    "remove them"
                 )
     elif isinstance(item, (list, tuple)) and len(item) == 1 and isinstance(item[0], torch.Tensor):
         (given,) = item  # as from a DataLoader of a TensorDataset
@@ -233,9 +230,9 @@ def _tokens_and_mask(item: object, number: int) -> tuple[torch.Tensor, object]:
         if tokens.dim() == 2 and tokens.numel() and not tokens.is_floating_point():
             return tokens, mask
     raise TypeError(
-        f"item {number} of batches is a {kind}: give tokens [batch, pos], such as "
-        'model.to_tokens(texts), or a dict with "tokens" or "input_ids", and "attention_mask" if '
-        "there is padding"
+        f"item {number} of batches is a {kind}: give tokens [batch, pos], such as those of "
+        'model.to_tokens(texts).split(8), or a dict with "tokens" or "input_ids", and '
+        '"attention_mask" if there is padding'
     )
 
 

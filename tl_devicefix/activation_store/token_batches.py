@@ -42,8 +42,9 @@ class TokenBatches(Iterator[torch.Tensor]):
     def __init__(
         self, groups: Groups, batch_size: int, device: DeviceLike, epochs: int | None
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be 1 or more, but is {batch_size}")
+        for name, value in (("batch_size", batch_size), ("epochs", epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, but is {value}")
         self._groups, self._batch_size, self._epochs = groups, batch_size, epochs
         self._device = device
         # Round up: an epoch's last batch may be smaller.

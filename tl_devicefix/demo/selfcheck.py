@@ -54,8 +54,8 @@ def run_selfcheck(device_type: str | None = None) -> bool:
     accelerator = default_device() if device_type is None else resolve(device_type)
     if accelerator.type == "cpu":
         raise ValueError(
-            "TransformerLens would choose the CPU, which needs no check: for an accelerator, pass "
-            "--device; the demo shows whether the package works"
+            "the CPU needs no check: pass --device for an accelerator; the demo shows whether the "
+            "package works"
         )
     n_devices = device_count(accelerator.type)
     devices = consecutive(torch.device(accelerator.type, 0), n_devices)

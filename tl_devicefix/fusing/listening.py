@@ -182,6 +182,14 @@ class Listeners:
         return any(hooks and not self._are_harmless(hooks) for hooks in hooks_of(attributes))
 
 
+def other_shape(point: HookPoint) -> RuntimeError:
+    """Return the error for a hook after which SDPA would pair queries and keys in another way."""
+    return RuntimeError(
+        f"a hook on {point.name} returned another shape: expand what it returns to the shape of "
+        "its activation"
+    )
+
+
 def unsupported_mode() -> str | None:
     """Return the state of torch that fused blocks do not support, if any."""
     if _has_any_global_hook():

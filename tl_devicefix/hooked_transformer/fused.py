@@ -39,7 +39,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_devicefix.fusing import kv_cache
 from tl_devicefix.fusing.fused import BOUND, KINDS, Fused, class_of, own_method, why_replaced
 from tl_devicefix.fusing.kv_cache import Heads
-from tl_devicefix.fusing.listening import Listeners, unsupported_mode
+from tl_devicefix.fusing.listening import Listeners, other_shape, unsupported_mode
 from tl_devicefix.fusing.one_forward import cached_for_forward, state_of
 from tl_devicefix.hooked_transformer.components import POST_NORM
 from tl_devicefix.monkeypatch.applying import is_enabled
@@ -338,6 +338,8 @@ def _fused_attention(
         result: torch.Tensor = modules[name](x)
         if name != "hook_z":  # which comes after the pattern
             refuse_others()
+            if result.shape[1] != x.shape[1]:
+                raise other_shape(modules[name])
         return result
 
     W_Q, W_K, W_V, b_Q, b_K, b_V, W_O, b_O = (named[name] for name in _ATTENTIONS[type(attn)])

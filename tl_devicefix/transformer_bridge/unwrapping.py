@@ -33,7 +33,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
 
 from tl_devicefix.fusing.fused import applies_dropout, class_of, own_method
-from tl_devicefix.fusing.listening import Listeners
+from tl_devicefix.fusing.listening import Listeners, other_shape
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.offload import attach_parts
 from tl_devicefix.placement.devices import OwnRandomNumbers
@@ -281,7 +281,11 @@ class HookedPart(nn.Module):
         output = self.module(*args, **kwargs)
         if isinstance(output, tuple):  # of attention: its output and the pattern, or None
             return (self._call_hooks(output[0]), *output[1:])
-        return self._call_hooks(output)
+        hooked = self._call_hooks(output)
+        if self._point.hook_conversion is not None and hooked.shape != output.shape:
+            # transformers would read a smaller batch of keys or values as fewer heads.
+            raise other_shape(self._point)
+        return hooked
 
     def _call_hooks(self, activation: torch.Tensor) -> torch.Tensor:
         activation = self._point(activation)

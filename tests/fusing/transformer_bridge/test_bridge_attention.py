@@ -151,6 +151,15 @@ def test_a_hook_that_would_see_no_mask_is_refused_in_a_forward(fused, tokens):
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
+@pytest.mark.parametrize("name", "kv")
+def test_keys_of_fewer_examples_are_refused(name, fused, tokens):
+    bridge = fused("llama")  # transformers would read them as fewer heads
+    with pytest.raises(RuntimeError, match="returned another shape"):
+        bridge.run_with_hooks(
+            tokens, fwd_hooks=[(f"blocks.1.attn.hook_{name}", lambda x, hook: x[:1])]
+        )
+
+
 class Doubled(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()
