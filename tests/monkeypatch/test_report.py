@@ -81,7 +81,7 @@ def test_bridges_report_says_why_a_block_is_not_fused(capsys, load):
     assert list(report) == names
     assert printed(capsys) == [[f"blocks.0-{len(names) - 1}", "fused"]]
 
-    model.blocks[1].attn.hook_z.add_hook(lambda z, hook: None)
+    model.blocks[1].attn.hook_pattern.add_hook(lambda pattern, hook: None)
     assert tl_devicefix.report(model)["blocks.1"] == "not fused: it has hooks"
 
 
