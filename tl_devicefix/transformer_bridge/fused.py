@@ -211,7 +211,7 @@ class BoundWrapper:
     _hooked_layer: Any = None  # the same, with hook points on its parts
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper, self._training, self._attributes = wrapper, wrapper.training, vars(wrapper)
+        self._wrapper, self._training = wrapper, wrapper.training
         modules = list(wrapper.modules())[1:]  # without the wrapper
         self._harmless = {key for module in modules for key in relay_hooks(module)}
         names = {getattr(part, name): "part" for part, name in _parts(wrapper)}
@@ -228,7 +228,7 @@ class BoundWrapper:
 
     def is_current(self) -> bool:
         """Return True if no module was replaced since, and the training mode is the same."""
-        return self._training is self._attributes["training"] and self._listeners.is_current()
+        return self._training is self._wrapper.training and self._listeners.is_current()
 
     def may_run(self) -> bool:
         """Return True if a layer may run: it calls all hooks that there are within it."""
@@ -250,7 +250,7 @@ class BoundWrapper:
     def may_show_mask(self) -> bool:
         """Return True if a hook may read or edit the attention mask."""
         # `dry_run` and blocks that are not at home have this package's hooks.
-        own = chain.from_iterable(hooks.values() for hooks in hooks_of(self._attributes))
+        own = chain.from_iterable(hooks.values() for hooks in hooks_of(vars(self._wrapper)))
         return "module" in self._listeners.look() or any(map(is_of_user, own))
 
     def run(self, block: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -278,7 +278,7 @@ class BoundWrapper:
             # TransformerLens requests attentions in each forward, but nobody reads them.
             self._harmless |= {key for key, hook in hooks.items() if records(hook)}
             # It fills its list of them in the block's first forward.
-            handles = self._attributes.get("_capture_hook_handles", ())
+            handles = vars(self._wrapper).get("_capture_hook_handles", ())
             self._harmless |= {handle.id for handle in handles}
         return hooks.keys() <= self._harmless
 
