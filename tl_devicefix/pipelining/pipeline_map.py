@@ -223,7 +223,7 @@ def _pipelined(
 
     made = [view]
     free = [(view, Streams())]  # views without a run, except those of cancelled runs
-    weights, hooks, number = WeightsSnapshot(model), HooksSnapshot(model.hook_dict), 0
+    weights, hooks, number = ModelSnapshot(model), HooksSnapshot(model.hook_dict), 0
     # Call `check_all` once all runs have ended.
     with checking_at_end(check_all), contextlib.ExitStack() as within:
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
@@ -279,7 +279,7 @@ def _starting(
 ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks for a sweep)"
 
 
-class WeightsSnapshot:
+class ModelSnapshot:
     """A model's parameters, the state of each when the snapshot was taken, and PyTorch's hooks."""
 
     def __init__(self, model: Model) -> None:

@@ -42,7 +42,7 @@ from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatab
 from tl_devicefix.pipelining.launching import launch_all, may_launch_ahead
 from tl_devicefix.pipelining.pipeline_map import (
     HooksSnapshot,
-    WeightsSnapshot,
+    ModelSnapshot,
     checking_at_end,
     n_in_flight,
     refuse_arguments,
@@ -222,7 +222,7 @@ def _sweep(
                 note(error, f"{n_runs} runs are one batch: lower batch_size={batch_size}")
             raise
 
-    weights, hooks = WeightsSnapshot(model), HooksSnapshot(points)
+    weights, hooks = ModelSnapshot(model), HooksSnapshot(points)
     number = 0
     if waits or placement is None or n_ahead == 1 or not may_launch_ahead(model, placement.home):
         results = run_all(model, run_from, starts(), n_ahead if waits else 1)
