@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import nox
 
-nox.options.sessions = ["lint", "docs", "package", "versions", "tests-3.9.0", "tests-4.3.0"]
+nox.options.sessions = ["lint", "docs", "wheel", "versions", "tests-3.9.0", "tests-4.3.0"]
 # uv is much faster than pip, if it is installed; point it at the same wheels.
 nox.options.default_venv_backend = "uv|venv"
 if "PIP_FIND_LINKS" in os.environ:
@@ -34,6 +34,8 @@ os.environ["HOME"] = str(_home)
 # Tests run in a process for each core, so each has one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+DIST = Path("dist").resolve()
+"""Where `package` puts the wheel and the sdist."""
 VERSIONS = {
     "HookedTransformer": (
         *("2.16.1", "2.18.0"),
@@ -114,25 +116,26 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build and check sdist and wheel; check types; use the wheel, as installed, elsewhere."""
-    repository, tmp = Path.cwd(), Path(session.create_tmp()).resolve()
-    dist, tools = tmp / "dist", tmp / "tools"
-    # An environment of their own, so that the package cannot rely on their dependencies.
-    session.run("python", "-m", "venv", "--clear", str(tools))
-    python = str(tools / "bin" / "python")
-    session.run(python, "-m", "pip", "install", "-q", "build==1.6.1", "twine==7.0.0", external=True)
-    for old in dist.glob("*"):
+    """Build and check sdist and wheel."""
+    session.install("build[uv]==1.6.1", "twine==7.0.0")
+    for old in DIST.glob("*"):
         old.unlink()
-    session.run(python, "-m", "build", "--outdir", str(dist), external=True)
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    session.run(python, "-m", "twine", "check", "--strict", str(wheel), str(sdist), external=True)
+    session.run("python", "-m", "build", "--installer", "uv", "--outdir", str(DIST))
+    (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
+    session.run("twine", "check", "--strict", str(wheel), str(sdist))
     check_contents(session, wheel, sdist)
 
+
+@nox.session(requires=["package"])
+def wheel(session: nox.Session) -> None:
+    """Install the wheel of `package`, use it as installed, elsewhere; check types."""
     # Install as README does: the newest of everything except torch.
     line = re.search(r"^pip install (.*) \. ", Path("README.md").read_text(), re.MULTILINE)
+    (wheel,) = DIST.glob("*.whl")
     session.install("torch==2.13.0")
     session.install(*shlex.split(line[1] if line else ""), str(wheel))
-    session.chdir(tmp)
+    repository = Path.cwd()
+    session.chdir(session.create_tmp())
     run_page, readme = repository / "docs/building/run_page.py", repository / "README.md"
     session.run("python", str(run_page), str(readme))
 
@@ -278,7 +281,7 @@ def asynchronous(session: nox.Session) -> None:
 def unpatched(session: nox.Session) -> None:
     """Run the tests marked `fails_unpatched` with the patches off: each has to fail."""
     install_tests(session, "3.9.0")
-    session.run("pytest", "-n", "2", "--unpatched", *session.posargs)
+    session.run("pytest", "-n", "2", "--unpatched", "--both", *session.posargs)
 
 
 @nox.session

@@ -1,8 +1,8 @@
 """A cluster of two nodes: a model over both, and each fault, which is told in a sentence."""
 
-import itertools
 import os
 import re
+import runpy
 import secrets
 import signal
 import socket
@@ -225,21 +225,30 @@ def test_interrupt_ends_a_call_that_waits(worker, cluster):
     assert worker.call("free_memory", 0) > 0
 
 
-EXAMPLE = Path(tl_devicefix.__file__).parents[1] / "examples" / "several_hosts.py"
-DRIVER = f"""
-import runpy, sys
-runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
-print("done", flush=True)
+EXAMPLE = str(Path(tl_devicefix.__file__).parents[1] / "examples" / "several_hosts.py")
+
+
+def test_the_example_has_half_of_its_blocks_on_the_other_node(worker, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [EXAMPLE])
+    runpy.run_path(EXAMPLE, run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(r"^host1/cpu +blocks\.4-7 ", printed, re.MULTILINE), printed
+
+
+DRIVER = """
+import sys, tl_devicefix
+tl_devicefix.init_hosts()
+print("joined", flush=True)
 sys.stdin.read()
 """
 
 
-def test_the_example_runs_and_its_worker_ends_with_it(cluster):
+@pytest.mark.full("it starts another worker, which takes ten seconds")
+def test_a_worker_ends_with_its_driver(cluster):
     before, environment = cluster.other.workers(), {**os.environ, "RAY_ADDRESS": cluster.address}
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], env=environment, text=True, **pipes)
-    printed = "".join(itertools.takewhile("done\n".__ne__, driver.stdout))
-    assert re.search(r"^host1/cpu +blocks\.4-7 ", printed, re.MULTILINE), printed
+    assert "joined\n" in iter(driver.stdout.readline, "")
     (process,) = set(cluster.other.workers()) - set(before)
     driver.kill()
     driver.wait(WITHIN)

@@ -73,7 +73,13 @@ def test_interrupt_waits_for_backward_and_script_ends_simulating():
     """Torch alone would end the process at either."""
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TL_DEVICEFIX_DISABLE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TL_DEVICEFIX_DISABLE": "1",
+            # By default, the child's torch waits 10 s for autograd's threads, which it lacks.
+            "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
