@@ -235,6 +235,9 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
     if not all(is_wrapper(wrapper._modules.get(name)) for name in wrapper.submodules):
         raise NotPlain(f"a component of a {kind.__name__} is no wrapper of the Bridge")
     own = wrapper.original_component
+    if kind is LinearBridge and getattr(own, "weight", None) is None:
+        # Such a module in place of `v` could be read as more heads.
+        raise NotPlain(f"its {wrapper.name} ({type(own).__name__}) has no weight")
     if own is not None and getattr(wrapper, "_use_processed_weights", False):
         parts = (part for part in own.children() if not is_wrapper(part))
         if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):

@@ -151,6 +151,16 @@ def test_a_hook_that_would_see_no_mask_is_refused_in_a_forward(fused, tokens):
     assert_either_way(bridge, lambda bridge: bridge(tokens))
 
 
+def test_values_of_more_heads_than_the_model_has_are_refused(fused, tokens):
+    model = fused("llama")  # with grouped queries
+    attention = model.blocks[1].attn
+    attention.v._original_component = torch.nn.Identity()
+    with pytest.raises(RuntimeError):
+        model(tokens)
+    why = "not fused: its v_proj (Identity) has no weight"
+    assert tl_devicefix.report(model)["blocks.1"] == why
+
+
 @pytest.mark.parametrize("name", "kv")
 def test_keys_of_fewer_examples_are_refused(name, fused, tokens):
     bridge = fused("llama")  # transformers would read them as fewer heads
