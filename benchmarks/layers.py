@@ -171,7 +171,6 @@ def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list
     """Return the CPU seconds of each call in each round; TransformerLens's calls are unpatched."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
-    gc.freeze()  # collections then skip the models that are not in use
     for _ in range(rounds):
         for name, run in calls.items():
             with alone(name):
@@ -214,6 +213,7 @@ def measure(arguments: argparse.Namespace) -> Found:
                 ways.append(Way(kind, arguments.bridge, torch.arange(3, 11)[None]))
         for operation in found:
             calls = {way.kind: run for way in ways if (run := call(operation, way))}
+            gc.freeze()  # collections then skip the models that are not in use
             took = in_turns(calls, arguments.rounds)
             found[operation][n_layers] = {
                 "ms": {kind: 1000 * min(each) for kind, each in took.items()},

@@ -74,11 +74,13 @@ def runs_users_code(model: Model) -> bool:
     kinds: set[type[nn.Module]] = set()
     for module in (pending := list(modules)):  # the list grows in the loop
         attributes = vars(module)
-        hooks = (hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values())
-        methods = (value for value in attributes.values() if type(value) in _FUNCTIONS)
-        forward = innermost(attributes.get("forward")) or nn.Module
+        called = [hook for hooks in hooks_of(attributes) if hooks for hook in hooks.values()]
+        if not _FUNCTIONS.isdisjoint(map(type, attributes.values())):
+            called += (value for value in attributes.values() if type(value) in _FUNCTIONS)
+        if "forward" in attributes:
+            called.append(innermost(attributes["forward"]) or nn.Module)
         # Users' hooks on hook points are called by our wrapper, which resumes the modes.
-        if any(map(is_of_user, (*hooks, *methods, forward))):
+        if any(map(is_of_user, called)):
             return True
         if ResumesModes.of(module) is not None:  # also for the modules inside
             continue

@@ -26,7 +26,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, Generic, SupportsIndex, TypeVar
 
 import torch
@@ -187,9 +187,11 @@ class _State:
 
     def new(self, kind: type) -> Any:
         """Return an empty container; if it is a dict, it notes the contents before it changes."""
-        container = _NOTING.get(kind, kind)()
-        if type(container) in _NOTES:
-            container.owner = self
+        noting = _NOTING.get(kind)
+        if noting is None:
+            return kind()
+        container = noting()
+        container.owner = self
         return container
 
     def give_own(self, name: str, container: type) -> None:
@@ -299,8 +301,7 @@ def _noting(kind: type) -> type:
 
 
 _NOTING: dict[type, type] = {kind: _noting(kind) for kind in (dict, OrderedDict)}
-_NOTES = frozenset(_NOTING.values())
-_RESTORED = _NOTES | {list, set}
+_RESTORED = frozenset((*_NOTING.values(), list, set))
 
 _KNOWN_LIBRARIES = (*LIBRARIES, "sae_lens")
 # Objects of these packages' classes know modules, or keep a run's state, so they get counterparts.
@@ -330,18 +331,14 @@ _CONVERSION = "hook_conversion"  # of what hooks see
 _BLANK = vars(HookPoint())
 _EMPTY = _OF_MODULES | _OF_HOOK_POINTS
 """Names of a hook point's containers, which are empty in a blank one."""
+_containers_of = itemgetter(*_EMPTY)
 _NO_HOOKS = {name: OrderedDict[int, object]() for name in HOOKS}
-_BLANK_KINDS = _PLAIN | _CONTAINERS
 _first_use = threading.RLock()
 
 
 def _is_blank(attributes: dict[str, object]) -> bool:
     """Return True for a hook point's attributes if it has no hooks, and nothing of a user's."""
-    return (
-        attributes.keys() == _BLANK.keys()
-        and {*map(type, attributes.values())} - {type(attributes.get(_CONVERSION))} <= _BLANK_KINDS
-        and not any(map(attributes.get, _EMPTY))
-    )
+    return attributes.keys() == _BLANK.keys() and not any(_containers_of(attributes))
 
 
 def _use(point: HookPoint) -> dict[str, Any]:
@@ -470,11 +467,11 @@ class ViewBuilder:
         self._owner, kind, attributes = state, state.kind, state.attributes
         for name, value in attributes.items():
             value_kind = type(value)
-            if value_kind in _PLAIN:
+            if value_kind in _PLAIN or (name in _SHARED_IF_EMPTY and not value):
                 continue
             if name == BOUND:
                 self._bound.append((attributes, value))
-            elif value_kind in _CONTAINERS and _is_own(kind, name):
+            elif value_kind in _CONTAINERS and (name in _OF_MODULES or _is_own(kind, name)):
                 if value:
                     attributes[name] = self._own(value)
                     state.is_hooked |= name in _OF_HOOK_POINTS

@@ -283,14 +283,15 @@ class ModelSnapshot:
     """A model's parameters, the state of each when the snapshot was taken, and PyTorch's hooks."""
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self._model, modules = model, list(each_module(model))
         self._states = [
             (module._parameters, name, weight, stamp(weight))
-            for module in each_module(model)
+            for module in modules
             for name, weight in module._parameters.items()
             if weight is not None and not isinstance(weight, TensorElsewhere)
         ]
-        self._hooks = _torch_hooks(model)
+        self._attributes = [vars(module) for module in modules]
+        self._hooks = self._torch_hooks()
         self._next = 1  # the number of the result to check at
 
     def check(self, number: int, is_last: bool = False) -> None:
@@ -308,7 +309,7 @@ class ModelSnapshot:
         if number != self._next and not is_last:
             return
         self._next *= 8
-        if _torch_hooks(self._model) != self._hooks:
+        if self._torch_hooks() != self._hooks:
             raise RuntimeError(
                 f"PyTorch's hooks of the model's modules changed before result {number}, but the "
                 "runs keep those of the start: change them before, or in the runs"
@@ -324,11 +325,10 @@ class ModelSnapshot:
                     f"{ONE_AT_A_TIME}"
                 )
 
-
-def _torch_hooks(model: Model) -> set[tuple[int, int]]:
-    """Return the users' hooks of PyTorch: for each, the id of its dict, and its number."""
-    dicts = (hooks for module in each_module(model) for hooks in hooks_of(vars(module)) if hooks)
-    return {(id(hooks), n) for hooks in dicts for n, hook in hooks.items() if is_of_user(hook)}
+    def _torch_hooks(self) -> set[tuple[int, int]]:
+        """Return the users' hooks of PyTorch: for each, the id of its dict, and its number."""
+        dicts = filter(None, itertools.chain.from_iterable(map(hooks_of, self._attributes)))
+        return {(id(hooks), n) for hooks in dicts for n, hook in hooks.items() if is_of_user(hook)}
 
 
 class HooksSnapshot:
