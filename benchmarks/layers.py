@@ -167,10 +167,17 @@ def call(operation: str, way: Way) -> Callable[[], Any] | None:
     return partial(OPERATIONS[operation], way)
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each call in each round; TransformerLens's calls are unpatched."""
+def in_turns(
+    calls: dict[str, Callable[[], Any]], rounds: int, freeze: bool = True
+) -> dict[str, list[float]]:
+    """Return the CPU seconds of each call in each round; TransformerLens's calls are unpatched.
+
+    With `freeze`, garbage collections skip the models that are not in use.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
+    if freeze:
+        gc.freeze()
     for _ in range(rounds):
         for name, run in calls.items():
             with alone(name):
@@ -213,7 +220,6 @@ def measure(arguments: argparse.Namespace) -> Found:
                 ways.append(Way(kind, arguments.bridge, torch.arange(3, 11)[None]))
         for operation in found:
             calls = {way.kind: run for way in ways if (run := call(operation, way))}
-            gc.freeze()  # collections then skip the models that are not in use
             took = in_turns(calls, arguments.rounds)
             found[operation][n_layers] = {
                 "ms": {kind: 1000 * min(each) for kind, each in took.items()},

@@ -195,10 +195,10 @@ class _State:
         return container
 
     def give_own(self, name: str, container: type) -> None:
-        """Replace an empty container that is an attribute, unless views share it."""
+        """Replace an empty container that is an attribute."""
         if name in _MODULE_DICTS and issubclass(self.kind, HookPoint):
             self.attributes[name] = {}  # no run may fill it: see `kept_setting`
-        elif name not in _SHARED_IF_EMPTY:
+        else:
             self.attributes[name] = self.new(container)
 
     def note(self) -> None:
@@ -349,7 +349,7 @@ def _use(point: HookPoint) -> dict[str, Any]:
             states, changed = attributes[_UNUSED]
             attributes[IN_VIEW] = True
             state = _State(HookPoint, attributes, changed)
-            for own in _EMPTY:
+            for own in _EMPTY - _SHARED_IF_EMPTY:
                 state.give_own(own, type(attributes[own]))
             del attributes[_UNUSED]
             state.as_made = dict(attributes)
@@ -471,7 +471,7 @@ class ViewBuilder:
                 continue
             if name == BOUND:
                 self._bound.append((attributes, value))
-            elif value_kind in _CONTAINERS and (name in _OF_MODULES or _is_own(kind, name)):
+            elif value_kind in _CONTAINERS and _is_own(kind, name):
                 if value:
                     attributes[name] = self._own(value)
                     state.is_hooked |= name in _OF_HOOK_POINTS
