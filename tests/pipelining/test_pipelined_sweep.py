@@ -238,7 +238,7 @@ def test_sweep_of_a_bridge_starts_at_the_first_block(why, on_one, tokens):
 
 
 @pytest.mark.parametrize(
-    ("go_on", "number"), [(next, 1), (lambda results: results.close(), 0)], ids=["next", "close"]
+    ("go_on", "number"), [(list, 2), (lambda results: results.close(), 1)], ids=["list", "close"]
 )
 def test_weight_changed_between_runs_of_a_sweep_is_refused(go_on, number, model, tokens):
     results = tl_devicefix.sweep(model, tokens, [at(3), at(4), at(2)])
@@ -246,6 +246,14 @@ def test_weight_changed_between_runs_of_a_sweep_is_refused(go_on, number, model,
     next(model.blocks[0].parameters()).mul_(2)
     with pytest.raises(RuntimeError, match=rf"blocks\.0\..* was changed before result {number}"):
         go_on(results)
+
+
+def test_weight_changed_after_the_last_run_of_a_sweep_counts(model, tokens):
+    weight = next(model.blocks[0].parameters())
+    for _ in tl_devicefix.sweep(model, tokens, [at(3)]):
+        before = weight.clone()
+        weight.mul_(2)
+    assert_same(weight, 2 * before)
 
 
 def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):

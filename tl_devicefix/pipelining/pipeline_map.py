@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from inspect import signature
 from operator import length_hint
@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import transformers.utils.logging as hf_logging
-from transformer_lens.hook_points import HookPoint
 
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.around import Args, Forward, Kwargs
@@ -38,7 +37,7 @@ from tl_devicefix.dispatch.views import View
 from tl_devicefix.errors import note, refuse_unknown, shown
 from tl_devicefix.fusing.fused import applies_dropout
 from tl_devicefix.fusing.listening import IN_VIEW, hooks_of
-from tl_devicefix.monkeypatch.patch import is_of_user
+from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
 from tl_devicefix.placement.devices import stamp
 from tl_devicefix.placement.elsewhere import TensorElsewhere
 from tl_devicefix.placement.placement import placement_of
@@ -213,7 +212,7 @@ def _pipelined(
 
     def check_all() -> None:
         if runs:  # otherwise they were checked before the last result
-            weights.check(number, is_last=True)
+            snapshot.check(number, is_last=True)
         for view in made:
             if (setting := view.kept_setting()) is not None:
                 raise RuntimeError(
@@ -223,7 +222,7 @@ def _pipelined(
 
     made = [view]
     free = [(view, Streams())]  # views without a run, except those of cancelled runs
-    weights, hooks, number = ModelSnapshot(model), HooksSnapshot(model.hook_dict), 0
+    snapshot, number = ModelSnapshot(model), 0
     # Call `check_all` once all runs have ended.
     with checking_at_end(check_all), contextlib.ExitStack() as within:
         pool = within.enter_context(threads(max_in_flight, thread_name_prefix="pipeline_map"))
@@ -233,10 +232,9 @@ def _pipelined(
         runs.extend(itertools.islice(starts, max_in_flight))
         while runs:
             if runs[0].exception() is None:  # waits for the run
-                hooks.check()
                 runs.extend(itertools.islice(starts, max_in_flight + 1 - len(runs)))
                 # Check before the result is used: the run may have read changed weights.
-                weights.check(number, is_last=len(runs) == 1)
+                snapshot.check(number, is_last=len(runs) == 1)
             # Do not bind the result: a name would keep it alive during the next run.
             yield runs.popleft().result()
             number += 1
@@ -276,11 +274,13 @@ def _starting(
         yield failed
 
 
+STEADY_LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
+"""Libraries whose modules and hooks do the same in each run."""
 ONE_AT_A_TIME = "run one at a time (max_in_flight=1, or a loop of run_with_hooks for a sweep)"
 
 
 class ModelSnapshot:
-    """A model's parameters, the state of each when the snapshot was taken, and PyTorch's hooks."""
+    """A model's parameters, the state of each when the snapshot was taken, and the users' hooks."""
 
     def __init__(self, model: Model) -> None:
         self._model, modules = model, list(each_module(model))
@@ -291,67 +291,67 @@ class ModelSnapshot:
             if weight is not None and not isinstance(weight, TensorElsewhere)
         ]
         self._attributes = [vars(module) for module in modules]
-        self._hooks = self._torch_hooks()
-        self._next = 1  # the number of the result to check at
+        self._hooks, self._n_hooked = self._users_hooks(), n_hooked_outside_runs()
+        self._next = 8  # the number of the result to check at
 
     def check(self, number: int, is_last: bool = False) -> None:
-        """Check that no parameter was replaced or changed in place, and no hook of PyTorch added.
+        """Check that no parameter was replaced or changed in place, and no hook added or removed.
 
-        A check visits all modules, so only results 1, 8, 64 and so on, and the last, have one.
+        A check visits all modules, so there is one before results 8, 64 and so on, before the last,
+        and after a hook point was given a hook outside of runs.
 
         Args:
             number: the index of the result.
             is_last: True to check in any case.
 
         Raises:
-            RuntimeError: if a parameter was changed, or a hook of PyTorch added or removed.
+            RuntimeError: if a parameter was changed, or a user's hook added or removed.
         """
-        if number != self._next and not is_last:
+        n_hooked = n_hooked_outside_runs()
+        if number != self._next and n_hooked == self._n_hooked and not is_last:
             return
-        self._next *= 8
-        if self._torch_hooks() != self._hooks:
+        self._n_hooked = n_hooked
+        if number == self._next:
+            self._next *= 8
+        changed = self._users_hooks() ^ self._hooks
+        if changed:
+            name = self._owner_of({of_hooks for of_hooks, _ in changed})
             raise RuntimeError(
-                f"PyTorch's hooks of the model's modules changed before result {number}, but the "
-                "runs keep those of the start: change them before, or in the runs"
+                f"hooks on {name} were added or removed between two results, but the runs keep "
+                "those of the start: change them before, or in the runs"
             )
         for parameters, key, weight, state in self._states:
             if parameters.get(key) is not weight or stamp(weight) != state:
-                named = self._model.named_modules()
-                path = next(path for path, module in named if module._parameters is parameters)
-                name = join_path(path, key).replace(f"{WRAPPED}.", "")
+                name = self._owner_of({id(parameters)})
                 raise RuntimeError(
-                    f"{name} was changed before result {number}, while runs used it, so earlier "
-                    "results may have used either value: change a copy of it in a hook, or "
-                    f"{ONE_AT_A_TIME}"
+                    f"{join_path(name, key)} was changed before result {number}, while runs used "
+                    "it, so earlier results may have used either value: change a copy of it in a "
+                    f"hook, or {ONE_AT_A_TIME}"
                 )
 
-    def _torch_hooks(self) -> set[tuple[int, int]]:
-        """Return the users' hooks of PyTorch: for each, the id of its dict, and its number."""
-        dicts = filter(None, itertools.chain.from_iterable(map(hooks_of, self._attributes)))
-        return {(id(hooks), n) for hooks in dicts for n, hook in hooks.items() if is_of_user(hook)}
+    def _owner_of(self, ids: set[int]) -> str:
+        """Return the name of a module that has a dict with one of these ids."""
+        for name, module in self._model.named_modules():
+            if any(id(each) in ids for each in (module._parameters, *hooks_of(vars(module)))):
+                return name.replace(f"{WRAPPED}.", "")
+        return "the model"
+
+    def _users_hooks(self) -> set[tuple[int, int]]:
+        """Return the users' hooks: for each, the id of its dict, and its number."""
+        return {
+            (id(hooks), number)
+            for attributes in self._attributes
+            for hooks in filter(None, hooks_of(attributes))
+            for number, hook in hooks.items()
+            if is_users_hook("fwd_hooks" in attributes, hook)
+        }
 
 
-class HooksSnapshot:
-    """The hooks on a model's hook points when runs began, which all runs keep."""
-
-    def __init__(self, points: Mapping[str, HookPoint]) -> None:
-        self._of_points = [
-            (name, point, list(point.fwd_hooks), list(point.bwd_hooks))
-            for point, name in {point: name for name, point in points.items()}.items()
-        ]
-        self._with_hooks = [row for row in self._of_points if row[2] or row[3]]
-        self._n_hooked = n_hooked_outside_runs()
-
-    def check(self) -> None:
-        """Check that the hooks on the model are those of the start."""
-        is_new = self._n_hooked != n_hooked_outside_runs()
-        self._n_hooked = n_hooked_outside_runs()
-        for name, point, forward, backward in self._of_points if is_new else self._with_hooks:
-            if point.fwd_hooks != forward or point.bwd_hooks != backward:
-                raise RuntimeError(
-                    f"hooks on {name} were added or removed between two results, but the runs keep "
-                    "those of the start: change them before, or in the runs"
-                )
+def is_users_hook(is_on_hook_point: bool, hook: object) -> bool:
+    """Return True if a hook of PyTorch is neither this package's nor a library's own."""
+    package = package_of(hook)
+    # On a hook point, TransformerLens's own functions call a user's.
+    return package != "tl_devicefix" and (is_on_hook_point or package not in STEADY_LIBRARIES)
 
 
 def _computing_devices(model: Model, here: bool = False) -> tuple[torch.device, ...]:

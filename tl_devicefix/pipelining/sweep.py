@@ -37,13 +37,14 @@ from tl_devicefix.dispatch.mixing import tensor_bytes
 from tl_devicefix.dispatch.naming import each_module
 from tl_devicefix.errors import note, shown
 from tl_devicefix.fusing.listening import hooks_of, relay_hooks
-from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
+from tl_devicefix.monkeypatch.patch import package_of
 from tl_devicefix.pipelining.batches import Batch, Hooks, Tokens, check_repeatable
 from tl_devicefix.pipelining.launching import launch_all, may_launch_ahead
 from tl_devicefix.pipelining.pipeline_map import (
-    HooksSnapshot,
+    STEADY_LIBRARIES,
     ModelSnapshot,
     checking_at_end,
+    is_users_hook,
     n_in_flight,
     refuse_arguments,
     run_all,
@@ -164,7 +165,6 @@ def _sweep(
         tokens = tokens.to(placement.home)  # once: the host waits for a copy from the CPU
     # A Bridge rebuilds this dict on each access.
     points: dict[str, HookPoint] = dict(model.hook_dict)
-    is_bridge = hasattr(model, "original_model")
     first_block = _FirstBlock(model, points, tokens, arguments)
     checked: Iterable[Hooks] = map(partial(_checked, points), itertools.count(), runs)
     last_first = first_block.of(())  # the last block at which a run may start
@@ -210,7 +210,7 @@ def _sweep(
                     return Batch(tokens, group, points, arguments).run(view)
                 run = view.run_with_hooks
                 names = [name for name, _ in group[0] if isinstance(name, str)]
-                if first and is_bridge and view is model and len(names) == len(group[0]):
+                if first and view is model and len(names) == len(group[0]):
                     run = types.MethodType(
                         type(view).run_with_hooks, _WithPoints(model, points, names)
                     )
@@ -222,39 +222,41 @@ def _sweep(
                 note(error, f"{n_runs} runs are one batch: lower batch_size={batch_size}")
             raise
 
-    weights, hooks = ModelSnapshot(model), HooksSnapshot(points)
-    number = 0
+    snapshot, number = ModelSnapshot(model), 0
+    last = len(runs) - 1 if isinstance(runs, (list, tuple)) else None
     if waits or placement is None or n_ahead == 1 or not may_launch_ahead(model, placement.home):
         results = run_all(model, run_from, starts(), n_ahead if waits else 1)
     else:
         results = launch_all(model, placement.home, run_from, starts(), n_ahead)
-    at_end = checking_at_end(lambda: weights.check(number, is_last=True))
+    at_end = checking_at_end(lambda: snapshot.check(number, is_last=number - 1 != last))
     with contextlib.closing(results), at_end:
         for group_results in results:
             for result in group_results:
-                weights.check(number)
-                hooks.check()
-                yield result
+                snapshot.check(number, is_last=number == last)
                 number += 1
+                yield result
 
 
 class _WithPoints:
-    """A Bridge for a `run_with_hooks` that finds only some of its hook points.
+    """A model for a `run_with_hooks` that finds only some of its hook points.
 
-    TransformerLens builds the dict of all hook points, and of their aliases, twice in each run. For
-    80 blocks, this takes half of a run that skips most of them. Hooks get the Bridge itself.
+    A Bridge builds the dict of all hook points, and of their aliases, twice in each run, and a
+    HookedTransformer looks at each for hooks to remove. For 80 blocks, this takes much of a run
+    that skips most of them. Hooks get the model itself.
     """
 
-    def __init__(self, bridge: Model, points: dict[str, HookPoint], names: list[str]) -> None:
+    def __init__(self, model: Model, points: dict[str, HookPoint], names: list[str]) -> None:
         canonical = [points[name].name or name for name in names]
         used = {name: points[name] for name in (*names, *canonical) if name in points}
-        vars(self).update(hook_dict=used, _bridge=bridge)
+        vars(self).update(hook_dict=used, mod_dict=used, hook_points=used.values, _model=model)
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._bridge, name)
+        if name in ("hooks", "reset_hooks", "remove_all_hook_fns"):  # of a HookedTransformer
+            return types.MethodType(getattr(type(self._model), name), self)
+        return getattr(self._model, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._bridge, name, value)
+        setattr(self._model, name, value)
 
 
 def _checked(points: Mapping[str, HookPoint], number: int, run: Hooks) -> Hooks:
@@ -333,8 +335,7 @@ _INPUTS = ("attention_mask", "padding_side", "position_ids", "prepend_bos")
 _KNOWN = {*_INPUTS, "labels", "loss_per_token", "return_type", "stop_at_layer"}
 _KNOWN |= {"clear_contexts", "remove_batch_dim"}
 
-# Modules of these libraries do the same in each run, except `_UNSTEADY`.
-_STEADY_LIBRARIES = (*LIBRARIES, "bitsandbytes", "peft")
+# Modules of `STEADY_LIBRARIES` that do not do the same in each run.
 _UNSTEADY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
 
 
@@ -402,7 +403,7 @@ class _FirstBlock:
         if any(hooks := hooks_of(attributes)):
             relays = set(relay_hooks(module))
             others = (hook for each in hooks for key, hook in each.items() if key not in relays)
-            if any(_is_users_hook(module, hook) for hook in others):
+            if any(is_users_hook(isinstance(module, HookPoint), hook) for hook in others):
                 return True
         if type(module) is HookPoint:
             return "forward" in attributes
@@ -411,7 +412,7 @@ class _FirstBlock:
         if module is self._model:  # `_is_known` has checked it, and allows a user's subclass
             return False
         is_compiled = attributes.get("_compiled_call_impl") is not None
-        if is_compiled or package_of(type(module)) not in _STEADY_LIBRARIES:
+        if is_compiled or package_of(type(module)) not in STEADY_LIBRARIES:
             return True
         # An instance's own forward is from an `Around`, from accelerate, or from the user.
         own = innermost(attributes.get("forward"))
@@ -450,15 +451,6 @@ def _beside_blocks(model: Model) -> Iterator[nn.Module]:
     for root in (model, getattr(model, "original_model", None) or model):
         for _, module in nn.Module.named_modules(root, seen):
             yield module
-
-
-def _is_users_hook(module: nn.Module, hook: object) -> bool:
-    """Return True if a PyTorch hook is neither this package's nor a library's own."""
-    package = package_of(hook)
-    if package == "tl_devicefix":
-        return False
-    # On a hook point, TransformerLens's own functions call a user's.
-    return isinstance(module, HookPoint) or package not in _STEADY_LIBRARIES
 
 
 class _ResidualStreams:
