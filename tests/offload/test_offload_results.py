@@ -108,6 +108,8 @@ def test_a_hook_that_changes_a_weight_in_use_raises(changed, load, tokens):
     parameter = mlp.W_out
 
     def change(activation, hook, error=None):
+        # Wait for the copy to the device, which reads the parameter.
+        torch.get_device_module(activation.device).synchronize(activation.device)
         CHANGES[changed](mlp, parameter)
         if error is not None:
             raise error
