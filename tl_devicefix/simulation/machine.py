@@ -168,15 +168,13 @@ class Machine:
 
     def check_room(self, device: torch.device, nbytes: int) -> None:
         """Raise CUDA's error if ``nbytes`` more do not fit on ``device``."""
-        self._settle()
-        index = device.index
-        free = self._capacities[index] - self._allocated[index]
+        free, total = self.mem_get_info(device)
         if nbytes > free:
             raise_or_keep(
                 torch.OutOfMemoryError(
-                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. Device {index}"
-                    f" has a total capacity of {gib(self._capacities[index])} of which"
-                    f" {gib(free)} is free."
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. Device"
+                    f" {device.index} has a total capacity of {gib(total)} of which {gib(free)} is"
+                    " free."
                 )
             )
 
