@@ -132,15 +132,12 @@ class Machine:
 
     def reset_peak_memory_stats(self, device: DeviceLike | None = None) -> None:
         """Set the peak of ``device`` to the memory that is allocated now."""
-        self._settle()
-        index = self.index_of(device)
-        self._peak[index] = self._allocated[index]
+        self._peak[self.index_of(device)] = self.memory_allocated(device)
 
     def mem_get_info(self, device: DeviceLike | None = None) -> tuple[int, int]:
         """Return the free and the total bytes of ``device``."""
-        self._settle()
-        index = self.index_of(device)
-        return self._capacities[index] - self._allocated[index], self._capacities[index]
+        total = self._capacities[self.index_of(device)]
+        return total - self.memory_allocated(device), total
 
     def reset_transfers(self) -> None:
         """Forget the recorded transfers."""
