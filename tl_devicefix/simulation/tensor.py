@@ -357,11 +357,7 @@ def left_error(device: torch.device) -> RuntimeError:
     )
 
 
-# Operations for which the CPU's kernel alone is not enough:
-# - Copies go between devices.
-# - Reading a number waits for the executor; without values, the number is 0.
-# - Indices may be on the CPU.
-# - Tensors without values are equal if their shapes are.
+# Operations for which the CPU's kernel alone is not enough.
 
 
 def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
@@ -473,7 +469,6 @@ _HANDLERS: dict[Operation, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: lambda func, args, kwargs: copy_into(*args, **kwargs),
     aten._local_scalar_dense.default: _read_number,
-    # Choose the attention kernel that the CPU would.
     aten._fused_sdp_choice.default: lambda func, args, kwargs: func(
         *map(_chosen_for, args), **kwargs
     ),
