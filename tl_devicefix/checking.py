@@ -184,7 +184,7 @@ def _tensors(model: Model) -> Iterator[PlacedTensor]:
                 device = placement.device_for(place, is_weight)
                 if is_elsewhere(device):  # a TensorElsewhere's `device` is home
                     device = placement.home
-            yield PlacedTensor(path, name, module, value, is_weight, device)
+            yield PlacedTensor(join_path(path, name), name, module, value, is_weight, device)
 
 
 def _in_placement(model: Model, name: str) -> str:

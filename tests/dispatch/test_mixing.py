@@ -1,8 +1,8 @@
 """`mix_devices`: when it is on, for whom, and where results lie."""
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -44,13 +44,6 @@ def test_mix_devices_is_on_until_its_outermost_with_ends(model):
 
 
 def test_mix_devices_as_a_statement_is_on_until_turned_off(model):
-    def in_a_thread():
-        thread = threading.Thread(target=lambda: seen.append(mixes(model)))
-        thread.start()
-        thread.join()
-        return seen.pop()
-
-    seen = []
     try:
         tl_devicefix.mix_devices()
         with torch.device("cpu"), tl_devicefix.mix_devices():
@@ -59,7 +52,8 @@ def test_mix_devices_as_a_statement_is_on_until_turned_off(model):
         with tl_devicefix.mix_devices(False):
             assert not mixes(model)
         assert mixes(model)
-        assert not in_a_thread()
+        with ThreadPoolExecutor(1) as other_thread:
+            assert not other_thread.submit(mixes, model).result()
         with torch.device("cpu"):
             tl_devicefix.mix_devices(False)
             assert not mixes(model)
@@ -140,9 +134,8 @@ def test_a_hook_of_a_gradient_mixes_in_any_thread(model, register):
         getattr(weight, register)(hook)
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     (registered,) = hooks.values()
-    thread = threading.Thread(target=registered, args=(weight.detach(),))
-    thread.start()  # as autograd runs it for a CUDA device
-    thread.join()
+    with ThreadPoolExecutor(1) as other_thread:  # as autograd runs it for a CUDA device
+        other_thread.submit(registered, weight.detach()).result()
     assert seen == [weight.device]
 
 

@@ -133,9 +133,8 @@ def test_a_graph_does_not_keep_swapped_in_weights(kind, shared, load, machine, t
 
 
 @pytest.mark.hooked
-@pytest.mark.parametrize("spread", ["all of one device"])
-def test_checkpointed_offloaded_blocks_keep_little(load, spread, machine, tokens):
-    model = load("llama", spread)
+def test_checkpointed_offloaded_blocks_keep_little(load, machine, tokens):
+    model = load("llama", "all of one device")
     without, _ = kept(model, machine, tokens)
     checkpoint_blocks(model)
     assert kept(model, machine, tokens)[0] < without / 3

@@ -152,17 +152,12 @@ def _run_where_it_is(module: nn.Module) -> None:
 class PlacedTensor:
     """A parameter or buffer of a model: the module that holds it, and its planned device."""
 
-    path: str  # the module's name
+    full_name: str  # in the model
     name: str  # in the module
     module: nn.Module
     value: torch.Tensor
     is_weight: bool
     planned: torch.device
-
-    @property
-    def full_name(self) -> str:
-        """Its name in the model."""
-        return join_path(self.path, self.name)
 
     @property
     def is_misplaced(self) -> bool:
@@ -186,7 +181,8 @@ def _elsewhere(model: Model, placement: Placement) -> Iterator[PlacedTensor]:
             for name, value, is_weight in held_tensors(module):
                 # While an offloaded block runs, its weights are on its device.
                 planned = component.stored_on if is_weight else component.device
-                tensor = PlacedTensor(names[id(module)], name, module, value, is_weight, planned)
+                path = join_path(names[id(module)], name)
+                tensor = PlacedTensor(path, name, module, value, is_weight, planned)
                 if tensor.is_misplaced and not (is_weight and value.device == component.device):
                     yield tensor
 

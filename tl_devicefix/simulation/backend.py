@@ -134,16 +134,14 @@ _WITH_KERNELS = (
 
 def _allocate(
     make: Operation, *geometry: object, device: torch.device | None = None, **options: object
-) -> torch.Tensor:
+) -> object:
     options.pop("pin_memory", None)  # only CPU memory is pinned
     machine = active_machine()
     device = machine.devices[machine.index_of(device)]
     # Check before the CPU allocates: the simulated device may have no room.
     without = make(*geometry, **options, device="meta")
     machine.check_room(device, without.untyped_storage().nbytes())
-    options["device"] = machine.executor.data_device
-    made = machine.executor.run(make, geometry, options, device.index)
-    return wrap(made, machine, device)
+    return _make(make, *geometry, **options, device=device)
 
 
 def _make(func: Operation, *args: object, **kwargs: Any) -> object:

@@ -132,15 +132,12 @@ class Machine:
 
     def reset_peak_memory_stats(self, device: DeviceLike | None = None) -> None:
         """Set the peak of ``device`` to the memory that is allocated now."""
-        self._settle()
-        index = self.index_of(device)
-        self._peak[index] = self._allocated[index]
+        self._peak[self.index_of(device)] = self.memory_allocated(device)
 
     def mem_get_info(self, device: DeviceLike | None = None) -> tuple[int, int]:
         """Return the free and the total bytes of ``device``."""
-        self._settle()
-        index = self.index_of(device)
-        return self._capacities[index] - self._allocated[index], self._capacities[index]
+        total = self._capacities[self.index_of(device)]
+        return total - self.memory_allocated(device), total
 
     def reset_transfers(self) -> None:
         """Forget the recorded transfers."""
@@ -168,15 +165,13 @@ class Machine:
 
     def check_room(self, device: torch.device, nbytes: int) -> None:
         """Raise CUDA's error if ``nbytes`` more do not fit on ``device``."""
-        self._settle()
-        index = device.index
-        free = self._capacities[index] - self._allocated[index]
+        free, total = self.mem_get_info(device)
         if nbytes > free:
             raise_or_keep(
                 torch.OutOfMemoryError(
-                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. Device {index}"
-                    f" has a total capacity of {gib(self._capacities[index])} of which"
-                    f" {gib(free)} is free."
+                    f"{DEVICE_TYPE} out of memory. Tried to allocate {gib(nbytes)}. Device"
+                    f" {device.index} has a total capacity of {gib(total)} of which {gib(free)} is"
+                    " free."
                 )
             )
 

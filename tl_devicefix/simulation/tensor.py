@@ -77,9 +77,8 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
                 " protocol at the moment."
             )
         machine, device = self._allocation.machine, self._allocation.device
-        copied = wrap(copy.deepcopy(read(self), memo), machine, device)
+        copied = _leaf_like(self, wrap(copy.deepcopy(read(self), memo), machine, device))
         memo[id(self)] = copied
-        copied.requires_grad_(self.requires_grad)
         # Like torch, copy the gradient of a plain tensor, but not of a parameter.
         if self.grad is not None and not getattr(self, "_is_param", False):
             copied.grad = copy.deepcopy(self.grad, memo)
@@ -152,7 +151,7 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
 
 def _leaf_like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return detached values as a parameter, or with `requires_grad`, as the tensor has it."""
-    if getattr(tensor, "_is_param", False):
+    if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(values, requires_grad=tensor.requires_grad)
     return values.requires_grad_(tensor.requires_grad)
 
@@ -221,11 +220,7 @@ def _change_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Turn a CPU tensor into a simulated one, or back, and keep the Python object."""
     # torch.utils.swap_tensors refuses while a graph holds the tensor, and removes the attributes
     # that a user has set on it.
-    copied = value.detach()
-    if isinstance(tensor, torch.nn.Parameter):
-        copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
-    else:
-        copied.requires_grad_(tensor.requires_grad)
+    copied = _leaf_like(tensor, value.detach())
     grad, tensor.grad = tensor.grad, None
     tensor.__class__, copied.__class__ = copied.__class__, tensor.__class__
     for name in ("_cpu", "_allocation", "_is_param"):
@@ -362,11 +357,7 @@ def left_error(device: torch.device) -> RuntimeError:
     )
 
 
-# Operations for which the CPU's kernel alone is not enough:
-# - Copies go between devices.
-# - Reading a number waits for the executor; without values, the number is 0.
-# - Indices may be on the CPU.
-# - Tensors without values are equal if their shapes are.
+# Operations for which the CPU's kernel alone is not enough.
 
 
 def _to_copy(func: Operation, args: Args, kwargs: Kwargs) -> object:
@@ -478,7 +469,6 @@ _HANDLERS: dict[Operation, Handler] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: lambda func, args, kwargs: copy_into(*args, **kwargs),
     aten._local_scalar_dense.default: _read_number,
-    # Choose the attention kernel that the CPU would.
     aten._fused_sdp_choice.default: lambda func, args, kwargs: func(
         *map(_chosen_for, args), **kwargs
     ),
