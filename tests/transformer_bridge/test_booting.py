@@ -227,14 +227,6 @@ def test_blocks_across_devices_share_weights(machine, tokenizer, tokens, tmp_pat
             assert_agrees(bridge(tokens.to(home)), expected, home)
 
 
-def test_a_misspelt_module_of_transformers_is_refused(checkpoints, machine):
-    says = r"names 'modle', but this model has no such component: name one of embed"
-    with pytest.raises(ValueError, match=says):
-        TransformerBridge.boot_transformers(
-            str(checkpoints("llama")), device_map={"modle": 0, "lm_head": 0}
-        )
-
-
 def test_modules_of_no_component_stay_with_embed(machine):
     """Gemma 4 has a second embedding, which no component of a Bridge contains."""
     layout = Layout({"embed": "wte"})
@@ -265,6 +257,11 @@ def test_boot_names_a_damaged_file(checkpoints, machine, tmp_path):
         ({"dtype": "bf17"}, ValueError, "bf17"),
         ({"n_devices": 2, "fold_ln": False}, TypeError, r"'fold_ln': give it to enable_compat.*$"),
         ({"device": "sim:7"}, ValueError, "device 'sim:7' does not exist: this machine has 4"),
+        (
+            {"device_map": {"modle": 0, "lm_head": 0}},
+            ValueError,
+            "names 'modle', but this model has no such component: name one of embed",
+        ),
     ],
     ids=str,
 )
