@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from comparison import assert_agrees, log_probs
-from hf_models import D_VOCAB, GROUPED, N_LAYERS, make_hf_model, save_checkpoint
+from hf_models import D_VOCAB, GROUPED, make_hf_model
 from model_classes import HookedTransformer
 from packaging.version import Version
 from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
@@ -16,14 +16,6 @@ from tl_devicefix.checkpoints.hub import as_saved
 pytestmark = pytest.mark.hooked
 
 TOKENS = torch.randint(3, D_VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
-def test_bloom_of_six_heads_warns(tokenizer, tmp_path):
-    sizes = {"hidden_size": 24, "n_layer": N_LAYERS, "n_head": 6, "vocab_size": D_VOCAB}
-    hf_model = make_hf_model(transformers.BloomConfig(**sizes))
-    directory = save_checkpoint(hf_model, tokenizer, tmp_path)
-    with pytest.warns(UserWarning, match="gives other numbers than transformers"):
-        HookedTransformer.from_pretrained(directory, device="cpu", on_mismatch="warn")
 
 
 def test_config_saved_by_transformers_5_keeps_its_rotary_base(tmp_path):

@@ -80,9 +80,6 @@ def test_an_hf_model_that_is_on_devices_itself_stays_there(
         assert torch.equal(tensor.detach().cpu(), reference.get_parameter(name).detach()), name
 
 
-TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-
-
 class WithProbe(HookedTransformer):
     """A subclass that adds a parameter, a module and a buffer."""
 
@@ -114,7 +111,7 @@ def test_tensors_that_a_subclass_adds_keep_their_values_at_home(checkpoints, mac
         ("olmo", "hidden_act", "gelu"),
     ],
 )
-def test_unusual_fields_of_config_json_are_obeyed(name, field, value, tmp_path):
+def test_unusual_fields_of_config_json_are_obeyed(name, field, value, tokens, tmp_path):
     if (official := ALL_ARCHITECTURES[name].official_name) not in OFFICIAL_MODEL_NAMES:
         pytest.skip(f"the installed TransformerLens has no {official}")
     config = HF_CONFIGS[name]()
@@ -123,8 +120,8 @@ def test_unusual_fields_of_config_json_are_obeyed(name, field, value, tmp_path):
     model = HookedTransformer.from_pretrained(tmp_path, device="cpu")
     # transformers 4's sdpa attention overlooks the scaling by layer.
     hf_model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    expected = hf_model(TOKENS).logits.log_softmax(-1)
-    assert_agrees(log_probs(model, TOKENS), expected, tolerance=1e-4)
+    expected = hf_model(tokens).logits.log_softmax(-1)
+    assert_agrees(log_probs(model, tokens), expected, tolerance=1e-4)
 
 
 def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints, machine):

@@ -43,18 +43,15 @@ def applied_again():
     tl_devicefix.enable()
 
 
-OF_OTHERS = "transformers.masking_utils", "torch.optim.optimizer"
-
-
 def parts_of_transformer_lens():
     """Every attribute of every module and class of TransformerLens that is imported, by its path.
 
-    Also of the modules of others with a patch.
+    Also of transformers' module with a patch.
     """
     parts = {}
     for module_name, module in list(sys.modules.items()):
         its = module_name, module_name.partition(".")[0]
-        if module is None or not {*OF_OTHERS, "transformer_lens"} & {*its}:
+        if module is None or not {"transformers.masking_utils", "transformer_lens"} & {*its}:
             continue
         for name, value in list(vars(module).items()):
             parts[f"{module_name}:{name}"] = value

@@ -41,6 +41,7 @@ def load(path, **options):
     [
         ("llama", {"mlp_bias": True}),
         ("qwen2", {**WINDOWS, "layer_types": None}),
+        ("bloom", {"hidden_size": 24, "n_head": 6}),  # no power of two
     ],
 )
 def test_load_warns_of_setting_without_a_place(save, difference, name, settings):

@@ -65,9 +65,8 @@ def assert_rounded_once(model, exact):
     expected = dict(exact.named_parameters())
     n_entries = n_different = 0
     for name, parameter in model.named_parameters():
-        if (
-            parameter.dtype == torch.float32
-        ):  # as TransformerLens keeps experts, and Apertus's alphas
+        # TransformerLens keeps experts, and Apertus's alphas, in float32.
+        if parameter.dtype == torch.float32:
             torch.testing.assert_close(
                 parameter.double().cpu(), expected[name].double(), rtol=1e-6, atol=1e-6
             )

@@ -301,7 +301,9 @@ def load_hf_model(model_name: str, cfg: HookedTransformerConfig, **kwargs: Any) 
     if not is_directory and model_name in tl_loading.NON_HF_HOSTED_MODEL_NAMES:
         raise ValueError(f"{model_name} is not on the hub: load it yourself and pass hf_model=...")
     if "revision" not in kwargs and cfg.from_checkpoint:
-        kwargs["revision"] = _revision(model_name, cfg)
+        # TransformerLens names the revisions of its two families with training checkpoints.
+        is_stanfords = model_name.startswith("stanford-crfm")
+        kwargs["revision"] = f"{'checkpoint-' if is_stanfords else 'step'}{cfg.checkpoint_value}"
     kwargs.setdefault("token", os.environ.get("HF_TOKEN") or None)
     # A directory may have a listed name by chance, so it gets no trust_remote_code.
     listed = not is_directory and model_name in tl_loading.OFFICIAL_MODEL_NAMES
@@ -328,15 +330,3 @@ def load_hf_model(model_name: str, cfg: HookedTransformerConfig, **kwargs: Any) 
         ) from error
     check_report(report, model_name, kwargs, model, refuse_unexpected=True)
     return model.requires_grad_(False)
-
-
-def _revision(model_name: str, cfg: HookedTransformerConfig) -> str:
-    """Return the hub revision of a training checkpoint, by TransformerLens's naming."""
-    if model_name.startswith("stanford-crfm"):
-        return f"checkpoint-{cfg.checkpoint_value}"
-    if model_name.startswith("EleutherAI/pythia"):
-        return f"step{cfg.checkpoint_value}"
-    raise ValueError(
-        f"{model_name} has no training checkpoints that TransformerLens knows of; leave "
-        "checkpoint_index and checkpoint_value out"
-    )

@@ -14,7 +14,7 @@ from tl_devicefix.checkpoints.sources import HuggingFaceSource
 from tl_devicefix.hooked_transformer.components import component_sizes
 from tl_devicefix.hooked_transformer.empty_model import empty_model
 from tl_devicefix.hooked_transformer.moving import place
-from tl_devicefix.hooked_transformer.processing import fill_one, processing_units
+from tl_devicefix.hooked_transformer.processing import fill
 from tl_devicefix.monkeypatch.versions import has_bridge
 from tl_devicefix.placement.deciding import decide_fitting
 from tl_devicefix.twin import NEURONS, OnMismatch, Twin, check_numbers
@@ -94,9 +94,6 @@ def _hooked(hf_twin: nn.Module, cfg: HookedTransformerConfig, steps: Steps) -> H
     """Make a HookedTransformer from the tiny model's weights, as `from_pretrained` does."""
     model: Any = empty_model(HookedTransformer, cfg, None, hf_model=hf_twin)
     placement = decide_fitting(component_sizes(cfg), n_devices=1, device="cpu")
-    model.placement = placement
-    source = HuggingFaceSource(hf_twin, cfg)
-    for unit in processing_units(cfg):
-        fill_one(model, source, placement, steps, unit)
+    fill(model, HuggingFaceSource(hf_twin, cfg), placement, steps)
     place(model, placement)
     return model.eval()

@@ -130,17 +130,12 @@ def is_of_user(hook: object) -> bool:
 
 
 _MODULES = (
-    "transformer_lens",
-    "transformer_lens.components",  # of 2.x and 3.x
-    *(f"transformer_lens.{name}" for name in ("hook_points", "weight_processing", "patching")),
+    *("transformer_lens", "transformer_lens.hook_points", "transformer_lens.patching"),
     *(f"transformer_lens.utilities{name}" for name in (".attention", ".multi_gpu", ".devices", "")),
-    "transformer_lens.train",
-    "torch.optim.optimizer",
 )
 _OF_2 = ("transformer_lens.utils",)
-_COMPONENTS = "transformer_lens.model_bridge.generalized_components"
 _OF_BRIDGE = (
-    *("transformer_lens.model_bridge", _COMPONENTS, f"{_COMPONENTS}.base"),
+    *("transformer_lens.model_bridge", "transformer_lens.model_bridge.generalized_components"),
     "transformer_lens.tools.analysis.direct_path_patching",
     "transformer_lens.tools.analysis.attribution_patching",
     "transformers.masking_utils",

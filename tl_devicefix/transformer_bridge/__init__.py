@@ -8,7 +8,6 @@ Code that does not depend on this difference is in other packages. This module i
 from __future__ import annotations
 
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge import TransformerBridge as model_class
 
 from tl_devicefix.placement.placement import Placement
 from tl_devicefix.transformer_bridge import (  # noqa: F401  # they register patches
@@ -18,12 +17,11 @@ from tl_devicefix.transformer_bridge import (  # noqa: F401  # they register pat
     loading,
     processing,
 )
-from tl_devicefix.transformer_bridge.alignment import view_of
 from tl_devicefix.transformer_bridge.blueprint import OPTIONS, BridgeBlueprint
 
-__all__ = ["model_class", "view_of"]
-
 name = "TransformerBridge"
+view_of = alignment.view_of
+model_class = TransformerBridge
 run_methods = ("forward", "run_with_hooks")
 read_blueprint = BridgeBlueprint
 has_dropout = True

@@ -48,14 +48,8 @@ from tl_devicefix.transformer_bridge.components import Unit, bridge_components, 
 from tl_devicefix.transformer_bridge.fused import forget_fused
 from tl_devicefix.transformer_bridge.twin import EXTRA_PARTS, check_bridge_numbers
 from tl_devicefix.twin import OnMismatch, chosen_action
-from tl_devicefix.weight_processing import (
-    Steps,
-    Weights,
-    WorkingCopies,
-    check_refactorable,
-    uses_layer_norm,
-    working_dtype,
-)
+from tl_devicefix.weight_processing import Steps, Weights, check_refactorable, uses_layer_norm
+from tl_devicefix.weight_processing.slices import WorkingCopies, working_dtype
 from tl_devicefix.weight_processing.steps import (
     center,
     center_unembed_weights,
@@ -83,12 +77,8 @@ def enable_compatibility_mode(
     """See TransformerLens's method. Weights that cannot be processed are refused before any change.
 
     Args:
-        original: TransformerLens's method.
-        self: the Bridge.
-        args: the method's positional arguments.
         on_mismatch: as for `boot_transformers`: what to do if a tiny model, processed in the same
             way, does not give the same numbers as transformers.
-        kwargs: the method's keyword arguments.
 
     Raises:
         ValueError: if the attention matrices cannot be refactored, or if `hf_model` has parts

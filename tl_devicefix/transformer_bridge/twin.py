@@ -46,8 +46,7 @@ def difference(
 ) -> float:
     """Return how far a tiny Bridge's numbers are from transformers'; see `Twin.difference`."""
     adapter = adapter_for(hf_config, name, torch.float32)
-    n_ctx = adapter.cfg.n_ctx
-    twin = Twin.of(hf_config, n_ctx, hf_model_class(adapter))
+    twin = Twin.of(hf_config, adapter.cfg.n_ctx, hf_model_class(adapter))
     wrapped = copy.deepcopy(twin.hf_model)
     wrapped.config.output_attentions = True  # as in `boot_transformers`
     bridge: Any = build_bridge_from_module(

@@ -12,7 +12,6 @@ import logging
 from dataclasses import dataclass, replace
 
 from tl_devicefix.types import Config
-from tl_devicefix.weight_processing.slices import WorkingCopies, working_dtype
 from tl_devicefix.weight_processing.steps import (
     Weights,
     center,
@@ -25,8 +24,6 @@ from tl_devicefix.weight_processing.steps import (
 )
 
 _log = logging.getLogger(__name__)
-
-__all__ = ["Conventions", "Steps", "Weights", "WorkingCopies", "process_component", "working_dtype"]
 
 
 @dataclass(frozen=True)
