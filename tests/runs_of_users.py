@@ -25,5 +25,9 @@ def looped(model: Any, tokens: Any, runs: Any, **arguments: Any) -> list[Any]:
     return [model.run_with_hooks(tokens, fwd_hooks=run, **arguments) for run in runs]
 
 
+def double(activation: torch.Tensor, hook: object) -> torch.Tensor:
+    return activation * 2
+
+
 def metric(logits: torch.Tensor) -> torch.Tensor:
     return logits[0, -1, 5] - logits[0, -1, 7]

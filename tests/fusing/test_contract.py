@@ -16,6 +16,7 @@ from comparison import assert_agrees
 from hf_models import D_MODEL, N_LAYERS, padded
 from model_classes import HOOKED
 from parameters import in_turn
+from runs_of_users import double
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
@@ -28,10 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning"),
     pytest.mark.filterwarnings("ignore:Backward hooks on hook_scale:UserWarning"),
 ]
-
-
-def double(activation, hook):
-    return activation * 2
 
 
 def double_output(module, args, output):

@@ -16,7 +16,7 @@ import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
 from devices import device
 from hf_models import padded
-from runs_of_users import LAST, generated, logits
+from runs_of_users import LAST, double, generated, logits
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
@@ -474,10 +474,6 @@ def test_weight_changed_while_runs_are_in_flight_is_refused(load, batches):
             change(model)
             with pytest.raises(RuntimeError, match=r"\.2\..* was changed before result 0"):
                 stopped.close()
-
-
-def double(activation, hook):
-    return activation * 2
 
 
 USES = {

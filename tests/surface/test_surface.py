@@ -24,7 +24,7 @@ import transformer_lens.head_detector as head_detector
 import transformer_lens.patching as patching
 from comparison import assert_agrees, on_cpu
 from model_classes import BRIDGE, CLASSES, HOOKED
-from runs_of_users import GREEDY, metric
+from runs_of_users import GREEDY, double, metric
 from torch.utils._pytree import tree_leaves
 from transformer_lens import SVDInterpreter
 
@@ -57,10 +57,6 @@ def of(*owners, places=PLACES):
 
 
 OF_MODELS = "HookedTransformer", "TransformerBridge"
-
-
-def double(activation, hook):
-    return activation * 2
 
 
 def is_resid(name):
