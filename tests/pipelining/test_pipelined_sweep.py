@@ -11,7 +11,7 @@ from comparison import assert_agrees
 from devices import device
 from hf_models import N_LAYERS, padded
 from model_classes import BRIDGE
-from runs_of_users import looped, metric
+from runs_of_users import blocks_run, looped, metric
 from torch import nn
 from transformer_lens import patching
 
@@ -19,20 +19,6 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@contextlib.contextmanager
-def blocks_run(model):
-    """Counts, as `blocks`; with no hook, as one changes what a sweep may skip."""
-    count, model_class = SimpleNamespace(blocks=0), type(model.blocks[0])
-    own = model_class.forward
-
-    def forward(self, *args, **kwargs):
-        count.blocks += 1
-        return own(self, *args, **kwargs)
-
-    with mock.patch.object(model_class, "forward", forward):
-        yield count
 
 
 def traces(model):
