@@ -7,7 +7,7 @@ from unittest import mock
 import pandas
 import pytest
 import torch
-from comparison import assert_agrees
+from comparison import assert_bit_equal
 from devices import device
 from hf_models import N_LAYERS, padded
 from model_classes import BRIDGE
@@ -45,10 +45,6 @@ RUNS = [
 ]
 
 
-def assert_same(actual, expected):
-    assert_agrees(actual, expected, tolerance=0)
-
-
 @pytest.fixture
 def model(on_one):
     return on_one("llama")
@@ -59,7 +55,7 @@ def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
     model = on_one(kind)
     with tl_devicefix.disabled():
         expected = looped(model, tokens, RUNS)
-    assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
+    assert_bit_equal(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
     assert traces(model) == []
 
     for arguments in (
@@ -73,7 +69,7 @@ def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
     ):
         inputs = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
         expected = looped(model, inputs, RUNS[:5], **arguments)
-        assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
+        assert_bit_equal(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
 def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, load, tokens):
@@ -137,7 +133,7 @@ def test_a_bridge_lists_all_hook_points_once(model, tokens):
         runs = [[(name, in_all) for name in names]] * 3
         results = list(tl_devicefix.sweep(model, tokens, runs))
     assert len(listed) == 1 + len(seen)  # a hook may ask for it
-    assert_same([results, seen], [expected, wanted])
+    assert_bit_equal([results, seen], [expected, wanted])
 
 
 class Probe(nn.Module):
@@ -186,7 +182,7 @@ def test_sweep_starts_at_block_0_where_an_earlier_one_may_differ(name, model, to
         expected = looped(model, tokens, runs, **arguments)
         with blocks_run(model) as count:  # from here on, its class has another forward
             actual = list(tl_devicefix.sweep(model, tokens, runs, **arguments))
-    assert_same(actual, expected)
+    assert_bit_equal(actual, expected)
     assert count.blocks == 2 * N_LAYERS
 
 
@@ -205,7 +201,7 @@ def test_a_relay_between_hook_points_is_no_users_hook(on_one, tokens):
         expected = looped(model, tokens, [at(3), at(4)])
         with blocks_run(model) as count:
             actual = list(tl_devicefix.sweep(model, tokens, [at(3), at(4)]))
-        assert_same(actual, expected)
+        assert_bit_equal(actual, expected)
         assert count.blocks == (7 if layer == 3 else 9)  # with 4, or 1, of the unpatched run
         model.add_perma_hook("blocks.1.mlp.hook_out", leave)
 
@@ -239,7 +235,7 @@ def test_weight_changed_after_the_last_run_of_a_sweep_counts(model, tokens):
     for _ in tl_devicefix.sweep(model, tokens, [at(3)]):
         before = weight.clone()
         weight.mul_(2)
-    assert_same(weight, 2 * before)
+    assert_bit_equal(weight, 2 * before)
 
 
 def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):
