@@ -47,5 +47,9 @@ def double(activation: torch.Tensor, hook: object) -> torch.Tensor:
     return activation * 2
 
 
+def own_forward(module: torch.nn.Module) -> None:
+    vars(module)["forward"] = lambda *args, **kw: type(module).forward(module, *args, **kw)
+
+
 def metric(logits: torch.Tensor) -> torch.Tensor:
     return logits[0, -1, 5] - logits[0, -1, 7]

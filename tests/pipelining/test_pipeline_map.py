@@ -16,7 +16,7 @@ import transformers.utils.logging as hf_logging
 from comparison import assert_bit_equal
 from devices import device
 from hf_models import padded
-from runs_of_users import LAST, double, generated, logits
+from runs_of_users import LAST, double, generated, logits, own_forward
 
 import tl_devicefix
 from tl_devicefix import pipeline_map
@@ -249,11 +249,6 @@ def test_runs_of_an_opt_go_in_flight(load, batches):
     assert_bit_equal([output for _, output in results], [model(batch) for batch in batches])
 
 
-def replace_forward(mlp):
-    forward = mlp.forward
-    vars(mlp)["forward"] = lambda *args, **kwargs: forward(*args, **kwargs)
-
-
 def run_nothing(blocks, activation, hook):
     return activation
 
@@ -282,7 +277,7 @@ HOLDING = {
     "a list": lambda model: model.add_perma_hook(LAST, partial(run_nothing, [model.blocks[2]])),
     "a method's object": lambda model: model.add_perma_hook(LAST, Holder(model).hook),
     "an object": lambda model: model.add_perma_hook(LAST, Holder(model)),
-    "a forward": lambda model: replace_forward(model.blocks[1].mlp),  # to the end
+    "a forward": lambda model: own_forward(model.blocks[1].mlp),  # to the end
 }
 
 

@@ -11,7 +11,7 @@ from comparison import assert_bit_equal
 from devices import device
 from hf_models import N_LAYERS, padded
 from model_classes import BRIDGE
-from runs_of_users import blocks_run, looped, metric
+from runs_of_users import blocks_run, looped, metric, own_forward
 from torch import nn
 from transformer_lens import patching
 
@@ -138,10 +138,6 @@ def test_a_bridge_lists_all_hook_points_once(model, tokens):
 
 class Probe(nn.Module):
     """One of the user's: it may do anything."""
-
-
-def own_forward(module):
-    vars(module)["forward"] = lambda *args, **kw: type(module).forward(module, *args, **kw)
 
 
 def leave(*args, **kwargs):
@@ -274,7 +270,7 @@ def test_sweep_refuses_bad_arguments(model_class, model, tokens):
             next(tl_devicefix.sweep(model, tokens, [run]))
 
 
-# `transformer_lens.patching` by way of `sweep`: each of its functions is called in tests/surface.
+# `transformer_lens.patching` by way of `sweep`; tests/surface calls more of its functions.
 
 
 def patch(function, model, tokens, metric=metric, **arguments):
