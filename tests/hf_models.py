@@ -43,14 +43,6 @@ def _phi() -> PretrainedConfig:
     return config
 
 
-def _gemma3() -> PretrainedConfig:
-    kinds = ["sliding_attention", "full_attention"]
-    return transformers.Gemma3TextConfig(
-        **GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4,
-        layer_types=[kinds[layer % 2] for layer in range(N_LAYERS)],
-    )  # fmt: skip
-
-
 _RECURRENT = {"hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS, "vocab_size": D_VOCAB}
 _RECURRENT |= {"state_size": 4, "conv_kernel": 3, **_TOKENS}
 _HEADS = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
@@ -106,7 +98,9 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
     "phi-3": lambda: transformers.Phi3Config(**_ROTARY),
     "gemma": lambda: transformers.GemmaConfig(**GROUPED, head_dim=8),
-    "gemma-3": _gemma3,
+    "gemma-3": lambda: transformers.Gemma3TextConfig(
+        **GROUPED, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, sliding_window_pattern=2
+    ),
     "olmo": lambda: transformers.OlmoConfig(**_ROTARY),
     "olmo-2": lambda: transformers.Olmo2Config(**_ROTARY, rope_theta=500000.0, rms_norm_eps=1e-6),
     "olmoe": lambda: transformers.OlmoeConfig(**_ROTARY, num_experts=3, num_experts_per_tok=2),

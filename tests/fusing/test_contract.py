@@ -16,6 +16,7 @@ from comparison import assert_agrees
 from hf_models import D_MODEL, N_LAYERS, padded
 from model_classes import HOOKED
 from parameters import in_turn
+from runs_of_users import double
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
@@ -28,10 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning"),
     pytest.mark.filterwarnings("ignore:Backward hooks on hook_scale:UserWarning"),
 ]
-
-
-def double(activation, hook):
-    return activation * 2
 
 
 def double_output(module, args, output):
@@ -228,10 +225,9 @@ def test_a_change_acts_in_the_next_forward(change, fused, tokens):
 
 
 @torch.no_grad()
+@pytest.mark.hooked  # a TransformerBridge runs transformers' own parts
 @pytest.mark.parametrize("change", ["pruned", "no bias", "a plain tensor", "another dtype"])
-def test_a_part_with_other_parameters_runs_unfused(change, model_class, fused, tokens):
-    if model_class != HOOKED:
-        pytest.skip("a TransformerBridge runs transformers' own parts")
+def test_a_part_with_other_parameters_runs_unfused(change, fused, tokens):
     model = fused("qwen3")
     mlp, norm = model.blocks[1].mlp, model.blocks[1].attn.q_norm
     model(tokens)

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from comparison import assert_agrees
-from model_classes import HOOKED
 
 import tl_devicefix
 
@@ -32,10 +31,9 @@ def test_source_lists_the_operations_of_the_unpatched_forward(
     assert operations() == expected
 
 
+@pytest.mark.hooked  # a TransformerBridge's attention runs operations of transformers
 @pytest.mark.parametrize("where", ["on_one", "load"])
-def test_operation_in_source_can_be_read_and_changed(model_class, where, machine, request, tokens):
-    if model_class != HOOKED:
-        pytest.skip("a TransformerBridge's attention runs operations of transformers")
+def test_operation_in_source_can_be_read_and_changed(where, machine, request, tokens):
     model = copy.deepcopy(request.getfixturevalue(where)("llama"))
     tokens = tokens.to(model.cfg.device)
     logits, cache = model.run_with_cache(tokens)

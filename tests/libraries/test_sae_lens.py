@@ -6,7 +6,7 @@ import written_by_hand
 from comparison import assert_agrees
 from datasets import Dataset
 from devices import device
-from hf_models import D_MODEL, D_VOCAB
+from hf_models import D_MODEL, D_VOCAB, randomize
 from model_classes import HOOKED, HookedTransformer
 from sae_lens import (
     HookedSAETransformer,
@@ -34,10 +34,7 @@ def make_sae(device):
     """An SAE, always with the same weights."""
     metadata = SAEMetadata(hook_name=HOOK)
     sae = StandardSAE(StandardSAEConfig(D_MODEL, 24, device="cpu", metadata=metadata))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in sae.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    randomize(sae)
     return sae.to(device)
 
 

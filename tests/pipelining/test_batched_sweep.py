@@ -8,12 +8,11 @@ from comparison import assert_agrees
 from hf_models import padded
 from model_classes import fuses
 from offloads import weights_of
-from runs_of_users import looped, metric
+from runs_of_users import blocks_run, looped, metric
 from transformer_lens import patching
 from transformer_lens.hook_points import HookPoint
 
 import tl_devicefix
-from tl_devicefix.dispatch.carrying import SkipBlock
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -304,16 +303,11 @@ def test_batches_run_within_torch_func(on_one, tokens):
     assert_agrees(*gradients, tolerance=1e-5)
 
 
-def test_a_batch_starts_at_the_first_block_of_its_runs(on_one, tokens, monkeypatch):
-    model, skipped, own = on_one("llama"), [], SkipBlock.forward
-
-    def forward(self, module, run, args, kwargs):
-        skipped.append(module)
-        return own(self, module, run, args, kwargs)
-
-    monkeypatch.setattr(SkipBlock, "forward", forward)
-    batched(model, tokens, [on_stream(4), on_stream(3), on_stream(4), on_stream(4)], 2)
-    assert len(skipped) == 3 + 4
+def test_a_batch_starts_at_the_first_block_of_its_runs(on_one, tokens):
+    model = on_one("llama")
+    with blocks_run(model) as count:
+        batched(model, tokens, [on_stream(4), on_stream(3), on_stream(4), on_stream(4)], 2)
+    assert count.blocks == 2 + 1 + 4  # four of the unpatched run
 
 
 @pytest.mark.parametrize(("fitting", "blocks"), [(9, 4), (4, 5), (0, 7)])
@@ -322,19 +316,12 @@ def test_a_sweep_backwards_computes_few_blocks_again(fitting, blocks, on_one, to
     model = on_one("llama")
     size = tokens.numel() * model.cfg.d_model * 4
     monkeypatch.setattr("tl_devicefix.pipelining.sweep.MAX_KEPT_BYTES", max(1, fitting * size))
-    counted, model_class = [], type(model.blocks[0])
-    own = model_class.forward
-
-    def forward(self, *args, **kwargs):
-        counted.append(self)
-        return own(self, *args, **kwargs)
-
     runs = [on_stream(4), on_stream(3)]
     expected = looped(model, tokens, runs)
-    monkeypatch.setattr(model_class, "forward", forward)
-    assert_agrees(batched(model, tokens, runs, 1), expected, tolerance=0)
+    with blocks_run(model) as count:
+        assert_agrees(batched(model, tokens, runs, 1), expected, tolerance=0)
     of_runs = 1 + 2
-    assert len(counted) - of_runs == blocks
+    assert count.blocks - of_runs == blocks
 
 
 def test_an_offloaded_block_is_copied_once_for_a_batch(machine, load, tokens):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hf_models import HF_CONFIGS, make_hf_model, save_checkpoint
 from model_classes import load_of
+from runs_of_users import double
 
 import tl_devicefix
 from tl_devicefix.dispatch.scheduler import DeviceQueue
@@ -50,10 +51,6 @@ def uncounted(method):
     return calling
 
 
-def edit(activation, hook):
-    return activation * 2
-
-
 def test_one_more_run_costs_as_many_calls_at_4_and_14_blocks(
     machine, model_class, tokenizer, tokens, monkeypatch, tmp_path
 ):
@@ -70,7 +67,7 @@ def test_one_more_run_costs_as_many_calls_at_4_and_14_blocks(
             for owner, name in methods:
                 monkeypatch.setattr(owner, name, uncounted(getattr(owner, name)))
         at_home = tokens.to(model.cfg.device)
-        runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", edit)]] * 4
+        runs = [[(f"blocks.{n_layers // 2}.hook_resid_pre", double)]] * 4
 
         def sweep(n, model=model, at_home=at_home, runs=runs):
             list(tl_devicefix.sweep(model, at_home, runs[:n]))

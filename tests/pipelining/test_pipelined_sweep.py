@@ -7,11 +7,11 @@ from unittest import mock
 import pandas
 import pytest
 import torch
-from comparison import assert_agrees
+from comparison import assert_bit_equal
 from devices import device
 from hf_models import N_LAYERS, padded
 from model_classes import BRIDGE
-from runs_of_users import looped, metric
+from runs_of_users import blocks_run, looped, metric, own_forward
 from torch import nn
 from transformer_lens import patching
 
@@ -19,20 +19,6 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import installed
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@contextlib.contextmanager
-def blocks_run(model):
-    """Counts, as `blocks`; with no hook, as one changes what a sweep may skip."""
-    count, model_class = SimpleNamespace(blocks=0), type(model.blocks[0])
-    own = model_class.forward
-
-    def forward(self, *args, **kwargs):
-        count.blocks += 1
-        return own(self, *args, **kwargs)
-
-    with mock.patch.object(model_class, "forward", forward):
-        yield count
 
 
 def traces(model):
@@ -59,10 +45,6 @@ RUNS = [
 ]
 
 
-def assert_same(actual, expected):
-    assert_agrees(actual, expected, tolerance=0)
-
-
 @pytest.fixture
 def model(on_one):
     return on_one("llama")
@@ -73,7 +55,7 @@ def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
     model = on_one(kind)
     with tl_devicefix.disabled():
         expected = looped(model, tokens, RUNS)
-    assert_same(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
+    assert_bit_equal(list(tl_devicefix.sweep(model, tokens, RUNS)), expected)
     assert traces(model) == []
 
     for arguments in (
@@ -87,7 +69,7 @@ def test_sweep_yields_what_run_with_hooks_returns(kind, on_one, tokens):
     ):
         inputs = ["w5 w6 w7", "w8"] if "padding_side" in arguments else tokens
         expected = looped(model, inputs, RUNS[:5], **arguments)
-        assert_same(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
+        assert_bit_equal(list(tl_devicefix.sweep(model, inputs, RUNS[:5], **arguments)), expected)
 
 
 def test_a_run_copies_nothing_for_the_blocks_that_it_skips(machine, load, tokens):
@@ -151,15 +133,11 @@ def test_a_bridge_lists_all_hook_points_once(model, tokens):
         runs = [[(name, in_all) for name in names]] * 3
         results = list(tl_devicefix.sweep(model, tokens, runs))
     assert len(listed) == 1 + len(seen)  # a hook may ask for it
-    assert_same([results, seen], [expected, wanted])
+    assert_bit_equal([results, seen], [expected, wanted])
 
 
 class Probe(nn.Module):
     """One of the user's: it may do anything."""
-
-
-def own_forward(module):
-    vars(module)["forward"] = lambda *args, **kw: type(module).forward(module, *args, **kw)
 
 
 def leave(*args, **kwargs):
@@ -200,7 +178,7 @@ def test_sweep_starts_at_block_0_where_an_earlier_one_may_differ(name, model, to
         expected = looped(model, tokens, runs, **arguments)
         with blocks_run(model) as count:  # from here on, its class has another forward
             actual = list(tl_devicefix.sweep(model, tokens, runs, **arguments))
-    assert_same(actual, expected)
+    assert_bit_equal(actual, expected)
     assert count.blocks == 2 * N_LAYERS
 
 
@@ -219,7 +197,7 @@ def test_a_relay_between_hook_points_is_no_users_hook(on_one, tokens):
         expected = looped(model, tokens, [at(3), at(4)])
         with blocks_run(model) as count:
             actual = list(tl_devicefix.sweep(model, tokens, [at(3), at(4)]))
-        assert_same(actual, expected)
+        assert_bit_equal(actual, expected)
         assert count.blocks == (7 if layer == 3 else 9)  # with 4, or 1, of the unpatched run
         model.add_perma_hook("blocks.1.mlp.hook_out", leave)
 
@@ -253,7 +231,7 @@ def test_weight_changed_after_the_last_run_of_a_sweep_counts(model, tokens):
     for _ in tl_devicefix.sweep(model, tokens, [at(3)]):
         before = weight.clone()
         weight.mul_(2)
-    assert_same(weight, 2 * before)
+    assert_bit_equal(weight, 2 * before)
 
 
 def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):
@@ -292,7 +270,7 @@ def test_sweep_refuses_bad_arguments(model_class, model, tokens):
             next(tl_devicefix.sweep(model, tokens, [run]))
 
 
-# `transformer_lens.patching` by way of `sweep`: each of its functions is called in tests/surface.
+# `transformer_lens.patching` by way of `sweep`; tests/surface calls more of its functions.
 
 
 def patch(function, model, tokens, metric=metric, **arguments):

@@ -24,7 +24,7 @@ import transformer_lens.head_detector as head_detector
 import transformer_lens.patching as patching
 from comparison import assert_agrees, on_cpu
 from model_classes import BRIDGE, CLASSES, HOOKED
-from runs_of_users import GREEDY, metric
+from runs_of_users import GREEDY, double, metric
 from torch.utils._pytree import tree_leaves
 from transformer_lens import SVDInterpreter
 
@@ -57,10 +57,6 @@ def of(*owners, places=PLACES):
 
 
 OF_MODELS = "HookedTransformer", "TransformerBridge"
-
-
-def double(activation, hook):
-    return activation * 2
 
 
 def is_resid(name):
@@ -609,12 +605,6 @@ def model_class():
     return MODEL_CLASS
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """Models, and those to copy: a Bridge that has run holds graphs, which have no copies."""
-    return {}
-
-
 def results(function, model, unused, tokens, frozen, **kv_cache):
     """Return a function's results and their lines, with the same random numbers each time.
 
@@ -657,13 +647,14 @@ def plain(value):
 @pytest.mark.filterwarnings("ignore:.*is dispatched across:UserWarning")
 @pytest.mark.parametrize(("function", "kind", "n_devices"), [*cases()])
 def test_each_call_gives_what_one_device_gives(
-    function, kind, n_devices, load, on_one, loaded, tokens, pytestconfig
+    function, kind, n_devices, load, on_one, loaded_in_module, tokens, pytestconfig
 ):
     name, how = kind.split()[0], {} if "booted" in kind else {"folded": True}
-    if (kind, n_devices) not in loaded:
+    # Models, and those to copy: a Bridge that has run holds graphs, which have no copies.
+    if (kind, n_devices) not in loaded_in_module:
         pair = load(name, n_devices, **how), on_one(name, **how)
-        loaded[kind, n_devices] = [(each, deepcopy(each)) for each in pair]
-    (model, unused), alone = loaded[kind, n_devices]
+        loaded_in_module[kind, n_devices] = [(each, deepcopy(each)) for each in pair]
+    (model, unused), alone = loaded_in_module[kind, n_devices]
     # Weights of other hosts, whose gradients are not compared.
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
     if pytestconfig.getoption("--hosts") and function in REFUSED_OVER_HOSTS:
