@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -63,11 +63,12 @@ def each_on_its_device(
         stack.callback(torch.set_num_threads, all_cores)
         cores = max(1, all_cores // len(distinct))
         caller = CallersState(distinct)
-        workers = {device: stack.enter_context(threads(1)) for device in distinct}
+        on_cores = {"initializer": torch.set_num_threads, "initargs": (cores,)}
+        workers = {device: stack.enter_context(threads(1, **on_cores)) for device in distinct}
         # Cancel before the pools end: while we wait for one, the others would go on.
         stack.callback(lambda: [future.cancel() for future in begun])
         for unit, device in zip(units, devices):
-            begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
+            begun.append(workers[device].submit(caller.run, do, unit))
         for future in as_completed(begun):
             if future.exception() is not None:
                 break
@@ -82,15 +83,10 @@ def each_on_its_device(
         errors.clear()  # the traceback of one would keep the others alive
 
 
-def _on_cores(cores: int, do: Callable[[_Unit], None], unit: _Unit) -> None:
-    torch.set_num_threads(cores)
-    do(unit)
-
-
 @contextlib.contextmanager
-def threads(count: int, thread_name_prefix: str = "") -> Iterator[ThreadPoolExecutor]:
+def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
     """Make a pool of threads, all of which end with the `with` block, even after an interrupt."""
-    pool = ThreadPoolExecutor(count, thread_name_prefix)
+    pool = ThreadPoolExecutor(count, **options)
     try:
         yield pool
     finally:
