@@ -236,11 +236,7 @@ class _Save:
         self._arguments = arguments
 
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
-        """Run the first batch; then write an empty index, or compare with the one on disk.
-
-        Raises:
-            ValueError: for batches that cannot be stored, or that differ from those on disk.
-        """
+        """Run the first batch; then write an empty index, or compare with the one on disk."""
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError(
