@@ -46,7 +46,6 @@ if has_hooked_transformer():
         (lambda: estimated(cache=""), "but is ''"),
         (lambda: estimated(cache=3), "cache must be 'all' or names"),
         (lambda: estimated(cache=[3]), "cache='3' names '3', but this model has no such hook"),
-        (lambda: estimated(device_map="cpu"), " would run on the CPU"),
         (lambda: estimated(max_memory="36Gb"), "^max_memory must be .*, but is '36Gb'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
         (lambda: estimate(transformers.MambaConfig(), n_ctx=64), "^n_ctx=64 cannot be applied"),
