@@ -109,11 +109,7 @@ class CallersState:
         devices = tuple(devices)
         types = tuple(dict.fromkeys(device.type for device in devices))
         self._context = contextvars.copy_context()
-        self._set: list[Callable[[], object]] = [
-            *(setting for device in devices for setting in _current_stream(device)),
-            # Devices come after streams: setting a stream makes its device current.
-            *(setting for kind in types for setting in _current_device(kind)),
-        ]
+        self._set = list(_current_devices_and_streams(devices))
         self._enter: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
@@ -147,16 +143,15 @@ class CallersState:
             return function(*args)
 
 
-def _current_device(kind: str) -> Iterator[Callable[[], object]]:
-    module = torch.get_device_module(kind)
-    if kind != "cpu" and hasattr(module, "current_device"):
-        yield functools.partial(module.set_device, module.current_device())
-
-
-def _current_stream(device: torch.device) -> Iterator[Callable[[], object]]:
-    module = torch.get_device_module(device.type)
-    if device.type != "cpu" and hasattr(module, "set_stream"):
-        yield functools.partial(module.set_stream, module.current_stream(device))
+def _current_devices_and_streams(devices: Iterable[torch.device]) -> Iterator[Callable[[], object]]:
+    modules = {d: torch.get_device_module(d.type) for d in devices if d.type != "cpu"}
+    for device, module in modules.items():
+        if hasattr(module, "set_stream"):
+            yield functools.partial(module.set_stream, module.current_stream(device))
+    # Devices come after streams: setting a stream makes its device current.
+    for module in dict.fromkeys(modules.values()):
+        if hasattr(module, "current_device"):
+            yield functools.partial(module.set_device, module.current_device())
 
 
 def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[object]]:
