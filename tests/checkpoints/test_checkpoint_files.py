@@ -93,15 +93,12 @@ def test_each_tensor_keeps_the_dtype_of_its_file(says, prefix, hf_models, write_
     directory = write_checkpoint(hf_model, tensors)
     change_json(directory / "config.json", dtype=says, torch_dtype=says)
 
-    loaded = load_hf_model(str(directory), SimpleNamespace(**UNNAMED))
+    cfg = SimpleNamespace(from_checkpoint=False, original_architecture=None)
+    loaded = load_hf_model(str(directory), cfg)
 
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == narrow.get(name, torch.float32), name
         assert torch.equal(parameter, tensors[name.replace("model.", prefix)]), name
-
-
-UNNAMED = {"from_checkpoint": False, "original_architecture": None}
-"""Of a HookedTransformerConfig, what loading a directory reads."""
 
 
 # TransformerLens has a Gemma's and an OLMo's vocabulary written down by their names, so these are
