@@ -5,6 +5,7 @@ Their weights are random, and nothing is downloaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,11 @@ def save_checkpoint(hf_model: PreTrainedModel, tokenizer: Any, directory: Path) 
     hf_model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def change_json(file: Path, **changes: object) -> None:
+    """Change fields of a config.json."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 _FIRST_BLOCKS_LAST = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 
 from tl_devicefix import __version__
 
@@ -24,7 +23,6 @@ def main(arguments: list[str] | None = None) -> int:
         accelerator to check.
     """
     chosen = _parser().parse_args(arguments)
-    run, expected = _COMMANDS[chosen.command]
 
     import transformers.utils.logging as hf_logging
 
@@ -33,8 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     enable()  # even with TL_DEVICEFIX_DISABLE: a command is an explicit request
     hf_logging.disable_progress_bar()
     try:
-        return 0 if run(chosen) else 1
-    except expected as error:
+        return 0 if _run(chosen) else 1
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and chosen.command != "estimate":
+            raise  # only `estimate` raises it for an argument
         print(error, file=sys.stderr)
         return 2  # argparse's status for wrong arguments
 
@@ -130,7 +130,16 @@ def _device_map(text: str) -> int | str | dict[str, int | str]:
     return json.loads(text) if text.startswith("{") else _number(text)
 
 
-def _run_estimate(chosen: argparse.Namespace) -> bool:
+def _run(chosen: argparse.Namespace) -> bool:
+    """Run the chosen command, and return True if all is well."""
+    if chosen.command == "demo":
+        from tl_devicefix.demo.demo import run_demo
+
+        return run_demo(chosen.n_devices)
+    if chosen.command == "selfcheck":
+        from tl_devicefix.demo.selfcheck import run_selfcheck
+
+        return run_selfcheck(chosen.device)
     from tl_devicefix.planning.estimation import estimate
 
     options = {k: v for k, v in vars(chosen).items() if k not in ("command", "model", "json")}
@@ -139,26 +148,6 @@ def _run_estimate(chosen: argparse.Namespace) -> bool:
     result = estimate(chosen.model, **options)
     print(json.dumps(result.to_dict(), indent=2) if chosen.json else result)
     return result.fits
-
-
-def _run_demo(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.demo.demo import run_demo
-
-    return run_demo(chosen.n_devices)
-
-
-def _run_selfcheck(chosen: argparse.Namespace) -> bool:
-    from tl_devicefix.demo.selfcheck import run_selfcheck
-
-    return run_selfcheck(chosen.device)
-
-
-# Command -> its function, and the errors that are shown without a traceback.
-_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], bool], tuple[type[Exception], ...]]] = {
-    "demo": (_run_demo, (ValueError,)),
-    "estimate": (_run_estimate, (TypeError, ValueError)),
-    "selfcheck": (_run_selfcheck, (ValueError,)),
-}
 
 
 if __name__ == "__main__":

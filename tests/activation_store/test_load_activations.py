@@ -83,8 +83,7 @@ def test_index_of_another_version_or_of_other_files_is_refused(written):
 def test_a_shard_is_compared_with_the_index_when_it_is_read(written):
     first, second, third = (written.directory / shard.file for shard in written.index.shards)
     first.write_bytes(second.read_bytes())  # as large
-    content = third.read_bytes()
-    third.write_bytes(content[:-1])
+    third.write_bytes(third.read_bytes()[:-1])
     h = tl_devicefix.load_activations(written.directory)
     for example in (0, 10):
         with pytest.raises(ValueError, match=r"is damaged \(.*verify\(\) checks all shards"):
@@ -93,17 +92,17 @@ def test_a_shard_is_compared_with_the_index_when_it_is_read(written):
     third.unlink()
     with pytest.raises(FileNotFoundError, match=r"shard-00002.safetensors is missing.*verify"):
         h.tokens[10]
-    third.write_bytes(content)
-    assert h.verify() == ["shard-00000.safetensors is damaged: it is not as it was written"]
+    assert h.verify() == [
+        "shard-00000.safetensors is damaged: it is not as it was written",
+        "shard-00002.safetensors is missing",
+    ]
 
 
-def test_activations_are_listed_and_a_missing_shard_is_verified(written):
+def test_activations_are_listed(written):
     text = str(written)
     assert "11 examples of none" in text
     assert f"{RESID}: bfloat16 [11, 6, 4]" in text
     assert written.verify() == []
-    (written.directory / written.index.shards[2].file).unlink()
-    assert written.verify() == ["shard-00002.safetensors is missing"]
 
 
 N_TOKENS = N_EXAMPLES * WIDTH

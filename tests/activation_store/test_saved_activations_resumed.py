@@ -47,12 +47,10 @@ def model(on_one):
 def start(model, batches, tmp_path):
     """`start(...)` saves to `tmp_path / "out"`; other options replace those that it has."""
 
-    def start(data=None, **options):
+    def start(data=batches, **options):
         defaults = {"names_filter": NAMES, "directory": tmp_path / "out", "shard_size": 12000}
         options = {"model": model, **defaults, **options}
-        return save_activations(
-            options.pop("model"), batches if data is None else data, **options, progress=False
-        )
+        return save_activations(batches=data, **options, progress=False)
 
     return start
 

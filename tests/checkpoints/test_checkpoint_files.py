@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comparison import assert_same_model, log_probs
-from hf_models import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, randomize
+from hf_models import D_MLP, D_MODEL, D_VOCAB, N_CTX, N_HEADS, change_json, randomize
 from model_classes import HookedTransformer
 from parameters import in_turn
 from safetensors.torch import save_file
@@ -63,13 +63,6 @@ FILES = {
 """What a file is called, how many there are, and how they are saved."""
 
 
-def say_dtype(checkpoint, dtype):
-    """Have config.json say that the weights are of a dtype."""
-    config = checkpoint / "config.json"
-    fields = {**json.loads(config.read_text()), "dtype": dtype, "torch_dtype": dtype}
-    config.write_text(json.dumps(fields))
-
-
 @pytest.mark.parametrize(("kind", "name"), in_turn(FILES, ["gpt2", "qwen2"]))
 def test_every_kind_of_file_holds_the_same_model(
     name, kind, hf_models, write_checkpoint, on_one, machine,
@@ -81,7 +74,8 @@ def test_every_kind_of_file_holds_the_same_model(
         tensors.pop("lm_head.weight", None)
     file, n_files, options = FILES[kind]
     directory = write_checkpoint(hf_model, tensors, file, n_files, **options)
-    say_dtype(directory, "bfloat16")  # which is less than the files have
+    # The files have more.
+    change_json(directory / "config.json", dtype="bfloat16", torch_dtype="bfloat16")
     model = HookedTransformer.from_pretrained(directory, n_devices=3)
     assert_same_model(model, on_one(name), tokens)
 
@@ -97,17 +91,14 @@ def test_each_tensor_keeps_the_dtype_of_its_file(says, prefix, hf_models, write_
         if name != "lm_head.weight"
     }
     directory = write_checkpoint(hf_model, tensors)
-    say_dtype(directory, says)
+    change_json(directory / "config.json", dtype=says, torch_dtype=says)
 
-    loaded = load_hf_model(str(directory), SimpleNamespace(**UNNAMED))
+    cfg = SimpleNamespace(from_checkpoint=False, original_architecture=None)
+    loaded = load_hf_model(str(directory), cfg)
 
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == narrow.get(name, torch.float32), name
         assert torch.equal(parameter, tensors[name.replace("model.", prefix)]), name
-
-
-UNNAMED = {"from_checkpoint": False, "original_architecture": None}
-"""Of a HookedTransformerConfig, what loading a directory reads."""
 
 
 # TransformerLens has a Gemma's and an OLMo's vocabulary written down by their names, so these are
@@ -166,21 +157,6 @@ OWN = {
 FETCHED = ("model_final.pth", *(f"checkpoints/model_{n}000000000.pth" for n in (1, 2)))
 
 
-class OwnModels:
-    """What TransformerLens fetches from the repositories of its own models."""
-
-    def __init__(self):
-        self.fetched = []
-
-    def list_repo_files(self, name, **_):
-        return ["config.json", *FETCHED]
-
-    def download_file_from_hf(self, name, file, **_):
-        self.fetched.append(file)
-        config = {"act_fn": "gelu", "attn_only": False, **SIZES, **OWN[name]}
-        return config if file == "config.json" else weights_of(config, FETCHED.index(file))
-
-
 def weights_of(config, seed):
     """Random weights, as TransformerLens's own models are stored."""
     stored = {"shortformer_pos", "normalization"}
@@ -200,11 +176,19 @@ def weights_of(config, seed):
 
 
 @pytest.fixture
-def own_models(monkeypatch):
-    models = OwnModels()
-    monkeypatch.setattr(tl_loading, "HfApi", lambda: models)
-    monkeypatch.setattr(tl_loading.utils, "download_file_from_hf", models.download_file_from_hf)
-    return models
+def fetched(monkeypatch):
+    """The files that TransformerLens has fetched from the repositories of its own models."""
+    fetched = []
+
+    def download(name, file, **_):
+        fetched.append(file)
+        config = {"act_fn": "gelu", "attn_only": False, **SIZES, **OWN[name]}
+        return config if file == "config.json" else weights_of(config, FETCHED.index(file))
+
+    api = SimpleNamespace(list_repo_files=lambda name, **_: ["config.json", *FETCHED])
+    monkeypatch.setattr(tl_loading, "HfApi", lambda: api)
+    monkeypatch.setattr(tl_loading.utils, "download_file_from_hf", download)
+    return fetched
 
 
 @pytest.mark.fails_unpatched
@@ -213,7 +197,7 @@ def own_models(monkeypatch):
     [(name, {"checkpoint_index": 1} if "GELU" in name else {}) for name in OWN],
 )
 def test_transformer_lens_own_checkpoints_load_the_same_model(
-    name, options, own_models, machine, tokens
+    name, options, fetched, machine, tokens
 ):
     final_rms = OWN[name].get("final_rms", False)
     cls = HookedTransformer
@@ -221,7 +205,7 @@ def test_transformer_lens_own_checkpoints_load_the_same_model(
     with tl_devicefix.disabled():
         reference = load(name, device="cpu", **options)
     model = HookedTransformer.from_pretrained(name, n_devices=3, **options)
-    assert own_models.fetched[-1] == FETCHED[2 if options else 0]
+    assert fetched[-1] == FETCHED[2 if options else 0]
     if final_rms:  # TransformerLens centres the unembedding, which changes the output
         expected = reference(tokens).log_softmax(-1)
         torch.testing.assert_close(model(tokens).log_softmax(-1).cpu(), expected)
@@ -306,21 +290,15 @@ def test_damaged_shard_index_is_refused(write, refused):
             load(file.parent)
 
 
-class Malicious:
-    """Runs code where it is unpickled."""
-
-    def __init__(self, path):
-        self._path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self._path),)
-
-
 def test_pickle_that_would_run_code_is_refused_and_does_not_run(write, refused):
     checkpoint = write(PICKLE)
-    content = {"a": Malicious(checkpoint / "it ran")}
+
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(checkpoint / "it ran"),)
+
     for zipped in (True, False):
-        torch.save(content, checkpoint / PICKLE, _use_new_zipfile_serialization=zipped)
+        torch.save({"a": Malicious()}, checkpoint / PICKLE, _use_new_zipfile_serialization=zipped)
         with refused(f"{PICKLE} would run", ".mkdir", "do not use this checkpoint"):
             load(checkpoint)
     assert not (checkpoint / "it ran").exists()
@@ -333,14 +311,12 @@ def test_directory_without_config_json_is_refused(tmp_path, refused):
 
 def test_unusable_config_json_is_refused(write, refused):
     checkpoint = write()
-    config = checkpoint / "config.json"
-    fields = json.loads(config.read_text())
     unreadable = f"config.json of {str(checkpoint)!r} cannot be read"
     new = {"architectures": ["NewForCausalLM"], "model_type": "new-model"}
     for changes, says in (
         *((new, "new-model"), ({"architectures": None}, "architecture")),
         *(({"hidden_size": "x"}, unreadable), ({"num_attention_heads": 0}, unreadable)),
     ):
-        config.write_text(json.dumps({**fields, **changes}))
+        change_json(write() / "config.json", **changes)
         with refused(str(checkpoint), says, error=(ValueError, RuntimeError)):
             load(checkpoint)

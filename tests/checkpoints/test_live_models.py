@@ -56,14 +56,14 @@ def lora(*targets, **options):
     return adapter(config(*targets, **options))
 
 
-def adapter(*configs, active="0"):
+def adapter(*configs, active="0", **options):
     """`adapter(one, two, active="1")(model)`: the adapters are called "0", "1", ..."""
 
     def adapt(model):
         own = set(model.parameters())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            adapted = peft.get_peft_model(model, configs[0], adapter_name="0")
+            adapted = peft.get_peft_model(model, configs[0], adapter_name="0", **options)
             for i, config in enumerate(configs[1:], start=1):
                 adapted.add_adapter(str(i), config)
             train(p for p in adapted.parameters() if p not in own or p.requires_grad)
@@ -99,20 +99,14 @@ def merged_by_its_user(model):
     return adapted
 
 
-def mixed(model):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        adapted = peft.get_peft_model(model, config("q_proj", task_type=None), "0", mixed=True)
-        adapted.add_adapter("1", peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"]))
-        train(p for name, p in adapted.named_parameters() if "lora_" in name or "hada_" in name)
-    adapted.set_adapter(["0", "1"])
-    return adapted.eval()
-
-
+LOHA = peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"])
 EXPERTS_ARE_PARAMETERS = Version(transformers.__version__) >= Version("5")
 NOT_AS_MERGED = {
     "LoRA on an embedding that is tied": ("gpt2", lora("wte")),
-    "LoRA and LoHa": ("llama", mixed),
+    "LoRA and LoHa": (
+        "llama",
+        adapter(config("q_proj", task_type=None), LOHA, active=["0", "1"], mixed=True),
+    ),
     "LoRA on experts": (
         "mixtral",
         lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])

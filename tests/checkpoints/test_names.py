@@ -14,7 +14,7 @@ import transformers.dynamic_module_utils
 import transformers.utils.hub
 from architectures import ALL_ARCHITECTURES
 from comparison import assert_same_model
-from hf_models import make_tokenizer
+from hf_models import change_json, make_tokenizer
 from hub_cache import HubCache, commit_of
 from model_classes import HookedTransformer
 from transformer_lens import loading_from_pretrained as tl_loading
@@ -206,21 +206,13 @@ def test_an_architecture_that_is_not_supported_is_named(hub, refused):
 
 
 @pytest.fixture
-def modules(tmp_path, monkeypatch):
-    """Where transformers copies such code to, to import it."""
+def with_code(directory, hf_models, tmp_path, monkeypatch):
+    """A tiny Qwen3 in a directory called as a model is whose code TransformerLens runs."""
+    # transformers copies code to this directory, and imports it from there.
     for module in (transformers.utils.hub, transformers.dynamic_module_utils):
         if hasattr(module, "HF_MODULES_CACHE"):
             monkeypatch.setattr(module, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
-
-
-def change_json(file, **changes):
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-@pytest.fixture
-def with_code(directory, modules, hf_models, tmp_path):
-    """A tiny Qwen3 in a directory called as a model is whose code TransformerLens runs."""
     path = directory("Qwen/Qwen3-0.6B")
     hf_models("qwen3").save_pretrained(path)
     (path / "own.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')\nclass Own: ...\n")

@@ -14,10 +14,6 @@ from tl_devicefix.placement.placement import ComponentSize
 pytestmark = pytest.mark.hooked
 
 
-def sim(*indices):
-    return [torch.device("sim", index) for index in indices]
-
-
 def block_devices(placement):
     return [device for name, device in placement.device_map.items() if name.startswith("blocks.")]
 

@@ -46,10 +46,8 @@ if has_hooked_transformer():
         (lambda: estimated(cache=""), "but is ''"),
         (lambda: estimated(cache=3), "cache must be 'all' or names"),
         (lambda: estimated(cache=[3]), "cache='3' names '3', but this model has no such hook"),
-        (lambda: estimated(device_map="cpu"), " would run on the CPU"),
         (lambda: estimated(max_memory="36Gb"), "^max_memory must be .*, but is '36Gb'"),
         (lambda: estimate(None), "^a NoneType is neither a model's name"),
-        (lambda: estimate(transformers.MambaConfig(), n_ctx=64), "^n_ctx=64 cannot be applied"),
         (lambda: plan(CFG, max_memory=20), r"^the weights do not fit: .* has 20 bytes to use"),
     ]
 else:
@@ -63,6 +61,7 @@ if has_bridge():
     boot = TransformerBridge.boot_transformers
     REFUSED += [
         (lambda: boot("gpt2", n_device=4), r"no argument 'n_device'; did you mean 'n_devices'\?$"),
+        (lambda: estimate(transformers.MambaConfig(), n_ctx=64), "^n_ctx=64 cannot be applied"),
         (lambda: boot("gpt2", bogus=True), "^boot_transformers has no argument 'bogus'$"),
     ]
 

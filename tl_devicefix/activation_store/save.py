@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -236,11 +235,7 @@ class _Save:
         self._arguments = arguments
 
     def begin(self, saved: Index | None, shard_bytes: int) -> None:
-        """Run the first batch; then write an empty index, or compare with the one on disk.
-
-        Raises:
-            ValueError: for batches that cannot be stored, or that differ from those on disk.
-        """
+        """Run the first batch; then write an empty index, or compare with the one on disk."""
         batch = next(self._batches, None)
         if batch is None:
             raise ValueError(
@@ -278,7 +273,7 @@ class _Save:
 
     def run(self, max_in_flight: int) -> None:
         """Save the batches that are not on disk yet."""
-        arriving: deque[Copied] = deque()
+        before: Copied | None = None
         is_complete = False
         writer = Writer(self._directory, self._index, max_in_flight + 3)
         try:
@@ -288,9 +283,9 @@ class _Save:
             with contextlib.closing(results):
                 for copied in results:
                     writer.put(copied)
-                    arriving.append(copied)
-                    if len(arriving) > 1:  # let the devices wait for slow copies too
-                        arriving.popleft().wait()
+                    if before is not None:  # let the devices wait for slow copies too
+                        before.wait()
+                    before = copied
             is_complete = not self._index.is_complete
         finally:
             writer.close(is_complete)

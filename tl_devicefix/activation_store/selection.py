@@ -124,6 +124,7 @@ class Selection:
             )
         axis: Axis = "example" if batch.saved is None else "token"
         n_rows = len(batch.inputs) if batch.saved is None else int(batch.saved.sum())
+        entries = {}
         for name, tensor in tensors.items():
             if tensor.shape[:1] != (n_rows,):
                 raise ValueError(
@@ -132,10 +133,8 @@ class Selection:
                 )
             if (dtype := dtype_name(tensor.dtype)) not in CODES:
                 raise ValueError(f"{name} is {dtype}: give one of the dtypes {', '.join(CODES)}")
-        return {
-            name: StoredTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]), axis)
-            for name, tensor in tensors.items()
-        }
+            entries[name] = StoredTensor(name, dtype, tuple(tensor.shape[1:]), axis)
+        return entries
 
 
 def checked_names(

@@ -189,9 +189,8 @@ def reading_config(name: str, errors: tuple[type[Exception], ...] = (Exception,)
         # huggingface_hub's strict dataclasses hide the reason in the cause.
         is_strict = type(error).__name__.startswith("StrictDataclass")
         cause = (is_strict and error.__cause__) or error
-        is_fetched = (Path(name) / "config.json").is_file()
         advice = "check its name, the connection and the values"
-        if is_fetched:
+        if is_checkpoint_directory(name):
             advice = "correct it, or fetch it again"
         raise ValueError(
             f"config.json of {name!r} cannot be read ({in_one_line(cause)}); {advice}"

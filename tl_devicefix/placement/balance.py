@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from tl_devicefix.placement.placement import (
     VISITING,
@@ -30,18 +30,11 @@ class Share:
     """Which of them are offloaded, by their position among these blocks."""
 
 
-class _Loads(NamedTuple):
-    """Bytes of each block, of the buffers that blocks on a device share, and of the rest."""
-
-    blocks: list[int]
-    shared: int
-    at_home: int
-
-
-def _weigh(sizes: Sequence[ComponentSize]) -> _Loads:
+def _weigh(sizes: Sequence[ComponentSize]) -> tuple[list[int], int, int]:
+    """Weigh each block, the buffers that blocks on one device share, and the rest, in bytes."""
     blocks = [size for size in sizes if names_block(size.name)]
     around = (size.weights + size.buffers for size in sizes if not names_block(size.name))
-    return _Loads([block.weights for block in blocks], shared_buffer_bytes(blocks), sum(around))
+    return [block.weights for block in blocks], shared_buffer_bytes(blocks), sum(around)
 
 
 def balanced(sizes: Sequence[ComponentSize], rooms: Rooms) -> list[int]:

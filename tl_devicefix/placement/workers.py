@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -63,11 +63,12 @@ def each_on_its_device(
         stack.callback(torch.set_num_threads, all_cores)
         cores = max(1, all_cores // len(distinct))
         caller = CallersState(distinct)
-        workers = {device: stack.enter_context(threads(1)) for device in distinct}
+        on_cores = {"initializer": torch.set_num_threads, "initargs": (cores,)}
+        workers = {device: stack.enter_context(threads(1, **on_cores)) for device in distinct}
         # Cancel before the pools end: while we wait for one, the others would go on.
         stack.callback(lambda: [future.cancel() for future in begun])
         for unit, device in zip(units, devices):
-            begun.append(workers[device].submit(caller.run, _on_cores, cores, do, unit))
+            begun.append(workers[device].submit(caller.run, do, unit))
         for future in as_completed(begun):
             if future.exception() is not None:
                 break
@@ -82,15 +83,10 @@ def each_on_its_device(
         errors.clear()  # the traceback of one would keep the others alive
 
 
-def _on_cores(cores: int, do: Callable[[_Unit], None], unit: _Unit) -> None:
-    torch.set_num_threads(cores)
-    do(unit)
-
-
 @contextlib.contextmanager
-def threads(count: int, thread_name_prefix: str = "") -> Iterator[ThreadPoolExecutor]:
+def threads(count: int, **options: Any) -> Iterator[ThreadPoolExecutor]:
     """Make a pool of threads, all of which end with the `with` block, even after an interrupt."""
-    pool = ThreadPoolExecutor(count, thread_name_prefix)
+    pool = ThreadPoolExecutor(count, **options)
     try:
         yield pool
     finally:
@@ -113,11 +109,7 @@ class CallersState:
         devices = tuple(devices)
         types = tuple(dict.fromkeys(device.type for device in devices))
         self._context = contextvars.copy_context()
-        self._set: list[Callable[[], object]] = [
-            *(setting for device in devices for setting in _current_stream(device)),
-            # Devices come after streams: setting a stream makes its device current.
-            *(setting for kind in types for setting in _current_device(kind)),
-        ]
+        self._set = list(_current_devices_and_streams(devices))
         self._enter: list[Callable[[], contextlib.AbstractContextManager[object]]] = [
             functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
             functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
@@ -151,16 +143,15 @@ class CallersState:
             return function(*args)
 
 
-def _current_device(kind: str) -> Iterator[Callable[[], object]]:
-    module = torch.get_device_module(kind)
-    if kind != "cpu" and hasattr(module, "current_device"):
-        yield functools.partial(module.set_device, module.current_device())
-
-
-def _current_stream(device: torch.device) -> Iterator[Callable[[], object]]:
-    module = torch.get_device_module(device.type)
-    if device.type != "cpu" and hasattr(module, "set_stream"):
-        yield functools.partial(module.set_stream, module.current_stream(device))
+def _current_devices_and_streams(devices: Iterable[torch.device]) -> Iterator[Callable[[], object]]:
+    modules = {d: torch.get_device_module(d.type) for d in devices if d.type != "cpu"}
+    for device, module in modules.items():
+        if hasattr(module, "set_stream"):
+            yield functools.partial(module.set_stream, module.current_stream(device))
+    # Devices come after streams: setting a stream makes its device current.
+    for module in dict.fromkeys(modules.values()):
+        if hasattr(module, "current_device"):
+            yield functools.partial(module.set_device, module.current_device())
 
 
 def _autocast(kind: str) -> Callable[[], contextlib.AbstractContextManager[object]]:

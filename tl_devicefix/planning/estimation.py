@@ -23,7 +23,6 @@ from tl_devicefix.placement.memory import MaxMemory, by_device, gib, parse_bytes
 from tl_devicefix.placement.placement import Placement, in_short, shared_buffer_bytes
 from tl_devicefix.planning.dry_run import OnDevice, memory_table, record_run, refuse_cpu
 from tl_devicefix.planning.plan import (
-    UNLIMITED,
     Blueprint,
     ConfigOrName,
     blueprint,
@@ -227,7 +226,7 @@ def _estimate(
     # If max_memory names the devices, pass no limits of others: `decide` uses all that have one.
     limits = request.max_memory if request.names_used else size_by_device
     # The simulated devices have no limit, so that the table says how much is missing.
-    with simulate_apart(request.n_devices, UNLIMITED) as machine:
+    with simulate_apart(request.n_devices, 2**60) as machine:
         placement = decide(model.sizes(), request.spread, None, request.device_map, limits)
         refuse_cpu(placement)
         capacities = by_device(size_by_device, placement.home)

@@ -30,8 +30,6 @@ ConfigOrName: TypeAlias = "str | HookedTransformerConfig | PretrainedConfig"
 Blueprint: TypeAlias = "HookedBlueprint | BridgeBlueprint"
 """A model at its full size, which can be made and run without values."""
 
-UNLIMITED = 2**60  # bytes of a device whose memory is not known, or does not matter
-
 
 def blueprint(
     config_or_model_name: ConfigOrName,
