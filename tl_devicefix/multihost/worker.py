@@ -78,7 +78,8 @@ class Worker:
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
-        self._kept = _Kept()
+        # Models, runs, and dicts of tensors: activations (""), or a KV cache's, by name.
+        self._kept: dict[int, Any] = {}
 
     def call(self, method: str, arguments: Sequence[object], forget: Sequence[int]) -> Any:
         """Call a method, after the values with the numbers `forget` were freed."""
@@ -134,7 +135,7 @@ class Worker:
 
     def fetch(self, number: int, name: str) -> torch.Tensor:
         """Return a tensor that is kept; see `KeptTensor`."""
-        return self._kept.tensor(number, name)
+        return self._kept[number][name]
 
     def begin(self, request: RunRequest) -> Reply:
         """Run blocks up to the first tap or the end."""
@@ -144,42 +145,13 @@ class Worker:
         run = self._kept[request.run] = _PausableRun(self._kept, request)
         return run.begin()
 
-    def proceed(
-        self, run: int, activation: torch.Tensor | None, needs_gradient: bool, in_place: bool
-    ) -> Reply:
-        """Resume a paused run, up to the next tap or the end.
+    def proceed(self, run: int, *arguments: Any) -> Reply:
+        """Resume a paused run; see `_PausableRun`."""
+        return self._kept[run].proceed(*arguments)
 
-        Args:
-            run: its number.
-            activation: the activation after the tap's hooks; None if they left it unchanged.
-            needs_gradient: True if home will ask for its gradient.
-            in_place: True if a hook wrote to the activation, which other tensors may share.
-        """
-        return self._kept[run].proceed(activation, needs_gradient, in_place)
-
-    def backward(
-        self, run: int, part: int, gradient: torch.Tensor | None, task: int
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of a part's leaves. Home asks for the last part first.
-
-        Args:
-            run: its number.
-            part: the part's number, from 0 on.
-            gradient: the gradient of the part's value.
-            task: the number of home's backward pass; several may go through one graph.
-        """
-        return self._kept[run].backward(part, gradient, task)
-
-
-class _Kept(dict[int, Any]):
-    """Models, runs, activations and the tensors of KV caches, by their numbers."""
-
-    def tensor(self, number: int, name: str) -> torch.Tensor:
-        """Return the tensor of a `KeptTensor`."""
-        item = self[number]
-        if isinstance(item, _Model):
-            return attrgetter(name)(item.module)
-        return item[name] if name else item
+    def backward(self, run: int, *arguments: Any) -> list[torch.Tensor | None]:
+        """Return the gradients of a part of a run; see `_PausableRun`."""
+        return self._kept[run].backward(*arguments)
 
 
 class _Model:
@@ -188,6 +160,9 @@ class _Model:
     def __init__(self, module: Any) -> None:  # a `Model` with the attributes that patches add
         self.module, self.blocks = module, module.blocks
         self._views: dict[int, list[View[nn.Module]]] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return attrgetter(name)(self.module)
 
     def borrow(self, layer: int) -> View[nn.Module]:
         """Return a view of a block: runs in flight must not see each other's hooks."""
@@ -225,7 +200,7 @@ class _GraphPart:
 class _PausableRun:
     """A run of blocks. If there are taps, it has a thread, which waits at each for `proceed`."""
 
-    def __init__(self, kept: _Kept, request: RunRequest) -> None:
+    def __init__(self, kept: dict[int, Any], request: RunRequest) -> None:
         self._kept, self._request = kept, request
         self._model: _Model = kept[request.model]
         self._replies = queue.SimpleQueue[Reply | BaseException]()
@@ -254,7 +229,13 @@ class _PausableRun:
     def proceed(
         self, activation: torch.Tensor | None, needs_gradient: bool, in_place: bool
     ) -> Reply:
-        """Run up to the next tap, or the end."""
+        """Resume the run, up to the next tap or the end.
+
+        Args:
+            activation: the activation after the tap's hooks; None if they left it unchanged.
+            needs_gradient: True if home will ask for its gradient.
+            in_place: True if a hook wrote to the activation, which other tensors may share.
+        """
         if activation is not None:
             activation.requires_grad_(needs_gradient)
         self._parts.append(
@@ -339,7 +320,7 @@ class _PausableRun:
         # Skip `__init__`: its arguments differ between classes and versions.
         entry: CacheEntry = object.__new__(state.kind)
         given = tree_map_only(
-            KeptTensor, lambda one: self._kept.tensor(one.number, one.name), state.attributes
+            KeptTensor, lambda one: self._kept[one.number][one.name], state.attributes
         )
         set_attributes(entry, given, device)
         return entry
@@ -359,7 +340,7 @@ class _PausableRun:
         # A torch hook: home runs TransformerLens's conversions around the user's hook.
         def cache(module: object, args: object, activation: torch.Tensor) -> None:
             kept = step.cached[name]
-            self._kept[kept] = activation.detach()
+            self._kept[kept] = {"": activation.detach()}
             self._cached.append((number, name, KeptTensor.of(activation, kept)))
 
         def pause(module: object, args: object, activation: torch.Tensor) -> torch.Tensor:
@@ -420,7 +401,13 @@ class _PausableRun:
     def backward(
         self, number: int, gradient: torch.Tensor | None, task: int
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of a part's leaves."""
+        """Return the gradients of a part's leaves. Home asks for the last part first.
+
+        Args:
+            number: the part's number, from 0 on.
+            gradient: the gradient of the part's value.
+            task: the number of home's backward pass; several may go through one graph.
+        """
         if task != self._task:  # a new backward pass begins
             self._task = task
             for leaf in self._leaves(len(self._parts)):
