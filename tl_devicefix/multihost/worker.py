@@ -11,7 +11,8 @@ import gc
 import pkgutil
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -113,9 +114,7 @@ class Worker:
 
         Args:
             model: the number to keep the model under.
-            load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
-            name: the checkpoint.
-            arguments: the arguments of that method.
+            load, name, arguments: see `loading_elsewhere`.
             device_map: component -> its device's index in `devices`; None if it is elsewhere.
         """
         places = {
@@ -164,18 +163,19 @@ class _Model:
     def __getitem__(self, name: str) -> torch.Tensor:
         return attrgetter(name)(self.module)
 
-    def borrow(self, layer: int) -> View[nn.Module]:
-        """Return a view of a block: runs in flight must not see each other's hooks."""
+    @contextmanager
+    def view_of(self, layer: int) -> Iterator[nn.Module]:
+        """Lend a view of a block: runs in flight must not see each other's hooks."""
         views = self._views.setdefault(layer, [])
         try:  # not `if views`: another thread may take the last one in between
-            return views.pop()
+            view = views.pop()
         except IndexError:
-            return View(self.blocks[layer])
-
-    def give_back(self, layer: int, view: View[nn.Module]) -> None:
-        """Keep a view for the next run."""
-        view.restore()
-        self._views[layer].append(view)
+            view = View(self.blocks[layer])
+        try:
+            yield view.model
+        finally:
+            view.restore()
+            views.append(view)
 
 
 class _Ended(BaseException):  # not an Exception: a block may catch those
@@ -274,7 +274,7 @@ class _PausableRun:
     def _run_block(
         self, number: int, step: StepRequest, x: Float[torch.Tensor, "batch pos d_model"]
     ) -> Output:
-        layer, block = step.layer, self._model.blocks[step.layer]
+        layer = step.layer
         device = self._model.module.placement.device_of(f"blocks.{layer}")
         entries: list[tuple[EntryState, CacheEntry, dict[str, object]]] = []
 
@@ -294,11 +294,8 @@ class _PausableRun:
         args, kwargs = tree_map_only(EntryState, appended_to, arguments, is_leaf=is_entry)
         self._shared = self._shared or [x]
         # Only hooks need a view: without them, runs in flight may share the block.
-        has_hooks = bool(step.taps or step.cached)
-        if has_hooks:
-            view = self._model.borrow(layer)
-            block = view.model
-        try:
+        model, has_hooks = self._model, step.taps or step.cached
+        with model.view_of(layer) if has_hooks else nullcontext(model.blocks[layer]) as block:
             for path, changes in step.config.items():
                 vars(config_at(block, path)).update(changes)
             if is_fused(block) is not step.is_fused:
@@ -308,9 +305,6 @@ class _PausableRun:
             for name in (*step.taps, *step.cached):
                 self._put_hook(number, step, name, block.get_submodule(name))
             output: Output = block(x, *args, **kwargs)
-        finally:
-            if has_hooks:
-                self._model.give_back(layer, view)
         for state, entry, before in entries:
             self._keep(number, state.new, entry, before)
         return output
