@@ -66,9 +66,6 @@ class RemoteHandle:
         # At exit, workers end with this process.
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
-    def __deepcopy__(self, memo: object) -> RemoteHandle:
-        return self
-
 
 class RemoteModel(RemoteHandle):
     """The part of a model that another host has.
@@ -85,10 +82,9 @@ class RemoteModel(RemoteHandle):
         # worker may still have the changed one.
         self.changed: set[str] = set()
 
-    def weight(self, name: str, like: torch.Tensor | KeptTensor) -> RemoteTensor:
+    def weight(self, kept: KeptTensor) -> RemoteTensor:
         """Return a weight or buffer that is fetched whenever it is used."""
-        kept = KeptTensor(self.number, name, tuple(like.shape), like.dtype)
-        return self.kept(self, kept, f"{name} is on {self.host.name}")
+        return self.kept(self, kept, f"{kept.name} is on {self.host.name}")
 
     def kept(self, handle: RemoteHandle, kept: KeptTensor, weight_is: str = "") -> RemoteTensor:
         """Return a tensor that the worker keeps as long as the handle lives."""
@@ -285,7 +281,8 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
                 for key, tensor in tensors.items():
                     if isinstance(tensor, torch.Tensor):
                         full = ".".join(filter(None, (name, path, key)))
-                        tensors[key] = remote.weight(full, tensor)
+                        kept = KeptTensor.of(tensor, remote.number, full)
+                        tensors[key] = remote.weight(kept)
             if not isinstance(module, HookPoint):
                 vars(module)[_REMOTE] = record
                 mixin = RemoteModule if path else RemoteBlock
@@ -311,7 +308,7 @@ def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object])
             path, _, key = weight.name.rpartition(".")
             # A remote block refuses setattr.
             parameters: dict[str, Any] = model.get_submodule(path)._parameters
-            parameters[key] = remote.weight(weight.name, weight)
+            parameters[key] = remote.weight(weight)
     for block in blocks:
         vars(block)[_REMOTE].look_at(block)
 
@@ -349,15 +346,7 @@ def _why_not_now() -> str | None:
 
 
 class _Step:
-    """A block in a run: its arguments, and its hook points that have hooks.
-
-    It refuses what the worker would not know of:
-
-    - before anything runs: modes of this process (autocast, torch.func, torch.compile, training),
-      and a KV cache that does not grow by appending;
-    - after each hook (`check_after_hook`): new hooks on the same block, and writes to activations
-      of earlier hook points.
-    """
+    """A block in a run: its arguments, and its hook points that have hooks."""
 
     def __init__(
         self, block: nn.Module, record: _Record, args: list[object], kwargs: dict[str, object]
