@@ -209,12 +209,15 @@ def test_a_view_of_a_remote_kv_cache_refuses_gradients(kv_cache, spread, tokens)
 def test_torch_settings_of_the_driver_apply_on_the_host(spread, tokens, monkeypatch):
     of_thread, told = threading.local(), []
 
-    def put(value):
+    def put(matmul, value):
         of_thread.precision = value
         told.append(value)
 
+    class Matmul:
+        fp32_precision = property(lambda matmul: vars(of_thread).get("precision"), put)
+
     of_thread.precision = "high"
-    monkeypatch.setattr(worker, "_SETTINGS", [(lambda: vars(of_thread).get("precision"), put)])
+    monkeypatch.setattr(worker, "_MATMULS", [Matmul()])
     with torch.no_grad():
         spread("llama")(tokens)
     assert {*told} == {"high"}

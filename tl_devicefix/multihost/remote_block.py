@@ -72,14 +72,13 @@ class RemoteModel(RemoteHandle):
 
     Attributes:
         home: the device to which tensors are fetched.
-        changed: names of settings that have been changed since the model was loaded.
+        changed: names of settings that have been changed since the model was loaded. These are sent
+            with each run: if one is back at its first value, the worker may have the other one.
     """
 
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
-        # Settings of these names are sent with each run. If one is back at its first value, the
-        # worker may still have the changed one.
         self.changed: set[str] = set()
 
     def weight(self, kept: KeptTensor) -> RemoteTensor:

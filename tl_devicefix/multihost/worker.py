@@ -1,8 +1,7 @@
 """The worker of a host: it holds some blocks of a model, and runs them when home asks.
 
-`messages.py` shows who sends what. A worker is a plain class: `init_hosts` turns it into an actor,
-and tests call it in a thread. The user's code stays at home: the run pauses at each *tap*, a
-hook point with a user's hook.
+`messages.py` shows who sends what, and where runs pause. A worker is a plain class: `init_hosts`
+turns it into an actor, and tests call it in a thread.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import gc
 import pkgutil
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -48,19 +46,13 @@ from tl_devicefix.placement.elsewhere import elsewhere
 HAS_MLP_IN = "_use_hook_mlp_in"
 """A setting that a Bridge keeps in its block, and not in a config."""
 
-_SETTINGS: list[tuple[Callable[[], object], Callable[[Any], None]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    # `torch.set_float32_matmul_precision` sets these two; its getter refuses some of their values.
-    *(
-        (partial(getattr, matmul, "fp32_precision"), partial(setattr, matmul, "fp32_precision"))
-        for matmul in map(attrgetter("matmul"), (torch.backends.cuda, torch.backends.mkldnn))
-    ),
-]
+_MATMULS = tuple(map(attrgetter("matmul"), (torch.backends.cuda, torch.backends.mkldnn)))
+"""`torch.set_float32_matmul_precision` sets these two; its getter refuses some of their values."""
 
 
-def settings() -> list[object]:
+def settings() -> list[Any]:
     """Return torch's settings that change a block's results."""
-    return [get() for get, _ in _SETTINGS]
+    return [torch.get_default_dtype(), *(matmul.fp32_precision for matmul in _MATMULS)]
 
 
 def config_at(block: nn.Module, path: str) -> Any:
@@ -138,9 +130,11 @@ class Worker:
 
     def begin(self, request: RunRequest) -> Reply:
         """Run blocks up to the first tap or the end."""
-        for (get, put), value in zip(_SETTINGS, request.settings):
-            if get() != value:
-                put(value)
+        dtype, *precisions = request.settings
+        torch.set_default_dtype(dtype)
+        for matmul, precision in zip(_MATMULS, precisions):
+            if matmul.fp32_precision != precision:
+                matmul.fp32_precision = precision
         run = self._kept[request.run] = _PausableRun(self._kept, request)
         return run.begin()
 
