@@ -27,7 +27,7 @@ from transformer_lens.hook_points import LensHandle
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import one_forward
-from tl_devicefix.multihost.checkpoint_files import Files, differences
+from tl_devicefix.multihost import checkpoint_files
 from tl_devicefix.multihost.messages import (
     CacheEntry,
     EntryState,
@@ -69,6 +69,8 @@ class Worker:
         devices: torch's names of this host's devices.
     """
 
+    differences = staticmethod(checkpoint_files.differences)
+
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
         # Models, runs, and dicts of tensors: activations (""), or a KV cache's, by name.
@@ -89,10 +91,6 @@ class Worker:
         """Return the free bytes of the device with this index in `devices`."""
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
-
-    def differences(self, files: Files, name: str, hub: dict[str, object]) -> list[str]:
-        """Return how this host's files of a checkpoint differ from home's."""
-        return differences(files, name, hub)
 
     def load(
         self,
