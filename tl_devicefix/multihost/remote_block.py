@@ -328,8 +328,8 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
                 )
 
 
-def _why_not_now() -> str | None:
-    """Return the mode of this process that the worker lacks, such as autocast; None if none."""
+def _why_not_now(block: nn.Module) -> str | None:
+    """Return the mode that the worker lacks, such as autocast; None if there is none."""
     if (why := unsupported_mode()) is not None:
         return why
     is_of_bridge = FACTS in forward_cache()  # which asks for attentions itself
@@ -341,6 +341,9 @@ def _why_not_now() -> str | None:
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if not isinstance(mode, OutsideBlocks | DeviceContext):
             return f"a {type(mode).__name__} is active"
+    # A HookedTransformer's block has `cfg`, and no dropout.
+    if block.training and not hasattr(block, "cfg"):
+        return "the model is in training mode"
     return None
 
 
@@ -352,11 +355,7 @@ class _Step:
     ) -> None:
         self.block, self.record = block, record
         self.form = len(args), *kwargs
-        why = _why_not_now()
-        # A HookedTransformer's block has `cfg`, and no dropout.
-        if why is None and block.training and not hasattr(block, "cfg"):
-            why = "the model is in training mode"
-        if why is not None:
+        if (why := _why_not_now(block)) is not None:
             raise record.refusal(why)
         self._used: list[RemoteHandle] = []  # kept until the block has run
         listened = record.listened(block)

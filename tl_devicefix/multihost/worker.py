@@ -275,15 +275,14 @@ class _PausableRun:
             entries.append((state, entry, attributes_of(entry)))
             return as_cache(entry, layer) if state.is_in_cache else entry
 
-        def is_entry(value: object) -> bool:
-            return isinstance(value, EntryState)
-
         def here(tensor: torch.Tensor) -> torch.Tensor:
             # Hooks may write to a copy, but not to a leaf of the graph.
             return tensor.to(device, copy=tensor.is_leaf and tensor.requires_grad)
 
         x, arguments = tree_map_only(torch.Tensor, here, (x, step.arguments))
-        args, kwargs = tree_map_only(EntryState, appended_to, arguments, is_leaf=is_entry)
+        args, kwargs = tree_map_only(
+            EntryState, appended_to, arguments, is_leaf=lambda value: isinstance(value, EntryState)
+        )
         self._shared = self._shared or [x]
         # Only hooks need a view: without them, runs in flight may share the block.
         model, has_hooks = self._model, step.taps or step.cached
