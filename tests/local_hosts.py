@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,9 +28,6 @@ class LocalHost(Host):
         self.worker = worker
         self.calls: list[str] = []
         self._threads = ThreadPoolExecutor(32, f"{name} ")
-
-    def end(self) -> None:
-        self._threads.shutdown()
 
     def send(self, *message: Any) -> Any:
         self.calls.append(message[0])
@@ -71,9 +68,7 @@ def hosts(**counts: int) -> Iterator[list[LocalHost]]:
         join(before)
 
 
-@contextmanager
-def simulated_by_hosts(n_devices: int, *args: Any, **options: Any) -> Iterator[None]:
+def simulated_by_hosts(n_devices: int, *args: Any, **options: Any) -> AbstractContextManager[Any]:
     """In place of `tl_devicefix.simulate`: the CPU, and devices of two other hosts."""
     counts = {"node_b": n_devices // 2, "node_c": (n_devices - 1) // 2}
-    with hosts(**{name: count for name, count in counts.items() if count}):
-        yield
+    return hosts(**{name: count for name, count in counts.items() if count})

@@ -11,7 +11,9 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -67,7 +69,7 @@ class Node:
         until = time.monotonic() + WITHIN
         while "Ray runtime started" not in (said := log.read_text()):
             if self._process.poll() is not None or time.monotonic() > until:
-                self.end()
+                self.close()
                 raise RuntimeError(f"the node does not start:\n{said}")
             time.sleep(0.1)
 
@@ -82,7 +84,7 @@ class Node:
                 continue
         return found
 
-    def end(self):
+    def close(self):
         if self._process.poll() is None:
             processes = psutil.Process(self._process.pid).children(recursive=True)
             self._process.kill()
@@ -95,37 +97,20 @@ class Node:
 
 def _free_port():
     """One that Ray's workers do not take, which have 10002 to 19999."""
-    for port in range(20100, 20200):
-        with socket.socket() as tried:
-            if tried.connect_ex(("127.0.0.1", port)):
-                return port
-    raise RuntimeError("ports 20100 to 20199 are all in use")
-
-
-class Cluster:
-    """A head at `address`, where this process is at home, and `other`, another node."""
-
-    def __init__(self):
-        port = _free_port()
-        self.address = f"127.0.0.1:{port}"
-        self._head = Node("--head", f"--port={port}", "--include-dashboard=false")
-        try:  # one after the other, as two at once might not start in time
-            self.other = Node(f"--address={self.address}")
-        except BaseException:
-            self._head.end()
-            raise
-
-    def end(self):
-        self.other.end()
-        self._head.end()
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """The cluster of these tests, of which the last ends the other node."""
-    cluster = Cluster()
-    yield cluster
-    cluster.end()
+    """A head at `address`, where this process is at home, and `other`, a node that a test ends."""
+    port = _free_port()
+    address = f"127.0.0.1:{port}"
+    head = Node("--head", f"--port={port}", "--include-dashboard=false")
+    # One after the other: two at once might not start in time.
+    with closing(head), closing(Node(f"--address={address}")) as other:
+        yield SimpleNamespace(address=address, other=other)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +252,7 @@ def test_a_worker_is_replaced_after_a_killed_one(worker, cluster, checkpoints):
 
 def test_killed_node_is_reported_and_no_longer_joined(worker, cluster, checkpoints):
     is_told, model = asking(worker), load(checkpoints)
-    cluster.other.end()
+    cluster.other.close()
     is_told()
     with pytest.raises(HostLost, match="host1 is lost"):
         model(torch.ones(1, 2, dtype=torch.long))

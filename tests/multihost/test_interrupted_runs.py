@@ -14,12 +14,6 @@ PLACES = {"": "cpu", "blocks.2": "node-b/cpu", "blocks.3": "node-b/cpu"}
 
 
 @pytest.fixture
-def own_host():
-    with hosts(node_b=1) as (connection,):
-        yield connection
-
-
-@pytest.fixture
 def model(spread):
     return spread("llama")
 
@@ -89,21 +83,22 @@ def kept(host):
     return len(host.worker._kept)
 
 
-def test_host_frees_tensors_and_models_that_nobody_holds(load, own_host, tokens):
-    model = load("llama", device_map=PLACES)
+def test_host_frees_tensors_and_models_that_nobody_holds(load, tokens):
     names = [Z, "blocks.3.hook_resid_pre"]
-    before = kept(own_host)
-    for _ in range(3):
-        cache = model.run_with_cache(tokens, names_filter=names)[1]
-        loss = model(tokens, return_type="loss")
-        loss.backward()
-        assert kept(own_host) >= before + len(names) + 1
-        del cache, loss
+    with hosts(node_b=1) as (own_host,):
+        model = load("llama", device_map=PLACES)
+        before = kept(own_host)
+        for _ in range(3):
+            cache = model.run_with_cache(tokens, names_filter=names)[1]
+            loss = model(tokens, return_type="loss")
+            loss.backward()
+            assert kept(own_host) >= before + len(names) + 1
+            del cache, loss
 
-    assert kept(own_host) == before
-    del model
-    gc.collect()
-    assert kept(own_host) == 0
+        assert kept(own_host) == before
+        del model
+        gc.collect()
+        assert kept(own_host) == 0
 
 
 def loaded(load, *_):

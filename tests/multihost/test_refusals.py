@@ -13,9 +13,9 @@ from transformers import StaticCache
 
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
-from tl_devicefix.multihost import worker
 from tl_devicefix.multihost.checkpoint_files import differences, files_of
 from tl_devicefix.multihost.remote_tensor import RemoteTensor
+from tl_devicefix.multihost.worker import Worker
 
 ONE, WEIGHTS = torch.zeros(1), "model.safetensors"
 
@@ -282,10 +282,10 @@ def test_hosts_checkpoint_that_differs_is_refused(
     change, message, load, checkpoints, tmp_path, monkeypatch, host
 ):
     """Workers read a copy, under the name of the first."""
-    there, here = tmp_path / "copy", worker.differences
+    there, here = tmp_path / "copy", Worker.differences
     shutil.copytree(checkpoints("llama"), there)
     monkeypatch.setattr(
-        worker, "differences", lambda files, name, hub: here(files, str(there), hub)
+        Worker, "differences", lambda self, files, name, hub: here(files, str(there), hub)
     )
     change(there)
     host.calls.clear()

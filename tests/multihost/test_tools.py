@@ -9,7 +9,6 @@ import transformer_lens
 from local_hosts import hosts
 from packaging.version import Version
 from runs_of_users import GREEDY
-from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
@@ -79,15 +78,13 @@ RUNS += [pytest.param(fused, marks=MAY_FUSE)]
 
 
 def assert_equal(run, alone, spread, tokens):
-    expected, given = (tree_leaves(run(model, tokens)) for model in (alone, spread))
-    assert len(expected) == len(given) > 0
-    for one, other in zip(expected, given):
-        torch.testing.assert_close(other * 1, one * 1, rtol=1e-5, atol=1e-6)
+    expected, given = (run(load("llama"), tokens) for load in (alone, spread))
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_tools_give_over_hosts_what_one_process_gives(run, alone, spread, tokens):
-    assert_equal(run, alone("llama"), spread("llama"), tokens)
+    assert_equal(run, alone, spread, tokens)
 
 
 @pytest.mark.skipif(
@@ -116,7 +113,7 @@ def test_activations_of_remote_blocks_are_saved(alone, spread, tokens, tmp_path)
             model, _batches(tokens, 3), names, directory=directory, progress=False
         )[name][:]
 
-    assert_equal(saved, alone("llama"), spread("llama"), tokens)
+    assert_equal(saved, alone, spread, tokens)
 
 
 def test_a_model_over_hosts_is_checked(spread, host):
@@ -161,7 +158,7 @@ def test_a_frozen_kv_cache_is_used_with_gradients(kv_cache, alone, spread, token
         with torch.no_grad():
             return *given, model(tokens[:, 4:5], past_kv_cache=cache), *values
 
-    assert_equal(run, alone("llama"), spread("llama"), tokens)
+    assert_equal(run, alone, spread, tokens)
 
 
 def test_remote_kv_cache_can_be_read_copied_and_changed(kv_cache, alone, spread, tokens):
@@ -178,7 +175,7 @@ def test_remote_kv_cache_can_be_read_copied_and_changed(kv_cache, alone, spread,
         return read, changed, kept.past_keys, of_block
 
     with torch.no_grad():
-        assert_equal(run, alone("llama"), spread("llama"), tokens)
+        assert_equal(run, alone, spread, tokens)
 
 
 def test_remote_kv_cache_stays_on_its_host_and_refuses_gradients(kv_cache, spread, host, tokens):
@@ -212,12 +209,15 @@ def test_a_view_of_a_remote_kv_cache_refuses_gradients(kv_cache, spread, tokens)
 def test_torch_settings_of_the_driver_apply_on_the_host(spread, tokens, monkeypatch):
     of_thread, told = threading.local(), []
 
-    def put(value):
+    def put(matmul, value):
         of_thread.precision = value
         told.append(value)
 
+    class Matmul:
+        fp32_precision = property(lambda matmul: vars(of_thread).get("precision"), put)
+
     of_thread.precision = "high"
-    monkeypatch.setattr(worker, "_SETTINGS", [(lambda: vars(of_thread).get("precision"), put)])
+    monkeypatch.setattr(worker, "_MATMULS", [Matmul()])
     with torch.no_grad():
         spread("llama")(tokens)
     assert {*told} == {"high"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -43,8 +44,11 @@ def init_hosts(address: str = "auto", *, wait: float = 600.0) -> None:
             package, or starts no worker in time.
     """
     with one_load:
-        if joined_hosts() and all(map(_answers, joined_hosts())):
-            return
+        with contextlib.suppress(HostLost):
+            for host in joined_hosts():
+                host.call("free_memory", 0)  # any call would do
+            if joined_hosts():
+                return
         leave_hosts()
         if not _connect(address):
             return
@@ -69,14 +73,6 @@ def leave_hosts() -> None:
     for host in joined_hosts():
         host.end()
     join([])
-
-
-def _answers(host: Host) -> bool:
-    try:
-        host.call("free_memory", 0)  # any call would do
-    except HostLost:
-        return False
-    return True
 
 
 def _connect(address: str) -> bool:

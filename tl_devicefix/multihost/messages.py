@@ -21,9 +21,8 @@
 
 The worker keeps models, paused runs with their graphs, activations and KV caches, each under a
 number that home chose. Each call also has the numbers of those that home has dropped since the last
-one. A tensor that the worker keeps is named by a `KeptTensor`, in both directions.
-
-Tensors arrive on the CPU, without gradients; `Host` lists the other types allowed.
+one. A tensor that the worker keeps is named by a `KeptTensor`, in both directions. `Host` lists the
+types that can be sent.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class RunRequest:
     steps: list[StepRequest]
     leaves: list[int]
     has_graph: bool
-    settings: list[object]
+    settings: list[Any]
     facts: object
 
 

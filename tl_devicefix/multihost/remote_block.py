@@ -66,29 +66,24 @@ class RemoteHandle:
         # At exit, workers end with this process.
         weakref.finalize(self, host.forgotten.append, self.number).atexit = False
 
-    def __deepcopy__(self, memo: object) -> RemoteHandle:
-        return self
-
 
 class RemoteModel(RemoteHandle):
     """The part of a model that another host has.
 
     Attributes:
         home: the device to which tensors are fetched.
-        changed: names of settings that have been changed since the model was loaded.
+        changed: names of settings that have been changed since the model was loaded. These are sent
+            with each run: if one is back at its first value, the worker may have the other one.
     """
 
     def __init__(self, host: Host, home: torch.device) -> None:
         super().__init__(host)
         self.home = home
-        # Settings of these names are sent with each run. If one is back at its first value, the
-        # worker may still have the changed one.
         self.changed: set[str] = set()
 
-    def weight(self, name: str, like: torch.Tensor | KeptTensor) -> RemoteTensor:
+    def weight(self, kept: KeptTensor) -> RemoteTensor:
         """Return a weight or buffer that is fetched whenever it is used."""
-        kept = KeptTensor(self.number, name, tuple(like.shape), like.dtype)
-        return self.kept(self, kept, f"{name} is on {self.host.name}")
+        return self.kept(self, kept, f"{kept.name} is on {self.host.name}")
 
     def kept(self, handle: RemoteHandle, kept: KeptTensor, weight_is: str = "") -> RemoteTensor:
         """Return a tensor that the worker keeps as long as the handle lives."""
@@ -285,7 +280,8 @@ def attach(model: nn.Module, remotes: dict[str, RemoteModel]) -> None:
                 for key, tensor in tensors.items():
                     if isinstance(tensor, torch.Tensor):
                         full = ".".join(filter(None, (name, path, key)))
-                        tensors[key] = remote.weight(full, tensor)
+                        kept = KeptTensor.of(tensor, remote.number, full)
+                        tensors[key] = remote.weight(kept)
             if not isinstance(module, HookPoint):
                 vars(module)[_REMOTE] = record
                 mixin = RemoteModule if path else RemoteBlock
@@ -311,7 +307,7 @@ def call_everywhere(model: nn.Module, method: str, arguments: dict[str, object])
             path, _, key = weight.name.rpartition(".")
             # A remote block refuses setattr.
             parameters: dict[str, Any] = model.get_submodule(path)._parameters
-            parameters[key] = remote.weight(weight.name, weight)
+            parameters[key] = remote.weight(weight)
     for block in blocks:
         vars(block)[_REMOTE].look_at(block)
 
@@ -332,8 +328,8 @@ def refuse_to_convert(model: nn.Module, convert: Callable[[torch.Tensor], torch.
                 )
 
 
-def _why_not_now() -> str | None:
-    """Return the mode of this process that the worker lacks, such as autocast; None if none."""
+def _why_not_now(block: nn.Module) -> str | None:
+    """Return the mode that the worker lacks, such as autocast; None if there is none."""
     if (why := unsupported_mode()) is not None:
         return why
     is_of_bridge = FACTS in forward_cache()  # which asks for attentions itself
@@ -345,30 +341,21 @@ def _why_not_now() -> str | None:
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if not isinstance(mode, OutsideBlocks | DeviceContext):
             return f"a {type(mode).__name__} is active"
+    # A HookedTransformer's block has `cfg`, and no dropout.
+    if block.training and not hasattr(block, "cfg"):
+        return "the model is in training mode"
     return None
 
 
 class _Step:
-    """A block in a run: its arguments, and its hook points that have hooks.
-
-    It refuses what the worker would not know of:
-
-    - before anything runs: modes of this process (autocast, torch.func, torch.compile, training),
-      and a KV cache that does not grow by appending;
-    - after each hook (`check_after_hook`): new hooks on the same block, and writes to activations
-      of earlier hook points.
-    """
+    """A block in a run: its arguments, and its hook points that have hooks."""
 
     def __init__(
         self, block: nn.Module, record: _Record, args: list[object], kwargs: dict[str, object]
     ) -> None:
         self.block, self.record = block, record
         self.form = len(args), *kwargs
-        why = _why_not_now()
-        # A HookedTransformer's block has `cfg`, and no dropout.
-        if why is None and block.training and not hasattr(block, "cfg"):
-            why = "the model is in training mode"
-        if why is not None:
+        if (why := _why_not_now(block)) is not None:
             raise record.refusal(why)
         self._used: list[RemoteHandle] = []  # kept until the block has run
         listened = record.listened(block)

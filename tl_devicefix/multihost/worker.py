@@ -1,8 +1,7 @@
 """The worker of a host: it holds some blocks of a model, and runs them when home asks.
 
-`messages.py` shows who sends what. A worker is a plain class: `init_hosts` turns it into an actor,
-and tests call it in a thread. The user's code stays at home: the run pauses at each *tap*, a
-hook point with a user's hook.
+`messages.py` shows who sends what, and where runs pause. A worker is a plain class: `init_hosts`
+turns it into an actor, and tests call it in a thread.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import gc
 import pkgutil
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -28,7 +27,7 @@ from transformer_lens.hook_points import LensHandle
 from tl_devicefix.dispatch.views import View
 from tl_devicefix.fusing.fused import is_fused, set_fused
 from tl_devicefix.fusing.one_forward import one_forward
-from tl_devicefix.multihost.checkpoint_files import Files, differences
+from tl_devicefix.multihost import checkpoint_files
 from tl_devicefix.multihost.messages import (
     CacheEntry,
     EntryState,
@@ -47,19 +46,13 @@ from tl_devicefix.placement.elsewhere import elsewhere
 HAS_MLP_IN = "_use_hook_mlp_in"
 """A setting that a Bridge keeps in its block, and not in a config."""
 
-_SETTINGS: list[tuple[Callable[[], object], Callable[[Any], None]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    # `torch.set_float32_matmul_precision` sets these two; its getter refuses some of their values.
-    *(
-        (partial(getattr, matmul, "fp32_precision"), partial(setattr, matmul, "fp32_precision"))
-        for matmul in map(attrgetter("matmul"), (torch.backends.cuda, torch.backends.mkldnn))
-    ),
-]
+_MATMULS = tuple(map(attrgetter("matmul"), (torch.backends.cuda, torch.backends.mkldnn)))
+"""`torch.set_float32_matmul_precision` sets these two; its getter refuses some of their values."""
 
 
-def settings() -> list[object]:
+def settings() -> list[Any]:
     """Return torch's settings that change a block's results."""
-    return [get() for get, _ in _SETTINGS]
+    return [torch.get_default_dtype(), *(matmul.fp32_precision for matmul in _MATMULS)]
 
 
 def config_at(block: nn.Module, path: str) -> Any:
@@ -76,9 +69,12 @@ class Worker:
         devices: torch's names of this host's devices.
     """
 
+    differences = staticmethod(checkpoint_files.differences)
+
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
-        self._kept = _Kept()
+        # Models, runs, and dicts of tensors: activations (""), or a KV cache's, by name.
+        self._kept: dict[int, Any] = {}
 
     def call(self, method: str, arguments: Sequence[object], forget: Sequence[int]) -> Any:
         """Call a method, after the values with the numbers `forget` were freed."""
@@ -96,10 +92,6 @@ class Worker:
         free = free_memory(torch.device(self.devices[device]))
         return int(psutil.virtual_memory().available) if free is None else free
 
-    def differences(self, files: Files, name: str, hub: dict[str, object]) -> list[str]:
-        """Return how this host's files of a checkpoint differ from home's."""
-        return differences(files, name, hub)
-
     def load(
         self,
         model: int,
@@ -112,9 +104,7 @@ class Worker:
 
         Args:
             model: the number to keep the model under.
-            load: the loading method, as "transformer_lens:HookedTransformer.from_pretrained".
-            name: the checkpoint.
-            arguments: the arguments of that method.
+            load, name, arguments: see `loading_elsewhere`.
             device_map: component -> its device's index in `devices`; None if it is elsewhere.
         """
         places = {
@@ -134,52 +124,25 @@ class Worker:
 
     def fetch(self, number: int, name: str) -> torch.Tensor:
         """Return a tensor that is kept; see `KeptTensor`."""
-        return self._kept.tensor(number, name)
+        return self._kept[number][name]
 
     def begin(self, request: RunRequest) -> Reply:
         """Run blocks up to the first tap or the end."""
-        for (get, put), value in zip(_SETTINGS, request.settings):
-            if get() != value:
-                put(value)
+        dtype, *precisions = request.settings
+        torch.set_default_dtype(dtype)
+        for matmul, precision in zip(_MATMULS, precisions):
+            if matmul.fp32_precision != precision:
+                matmul.fp32_precision = precision
         run = self._kept[request.run] = _PausableRun(self._kept, request)
         return run.begin()
 
-    def proceed(
-        self, run: int, activation: torch.Tensor | None, needs_gradient: bool, in_place: bool
-    ) -> Reply:
-        """Resume a paused run, up to the next tap or the end.
+    def proceed(self, run: int, *arguments: Any) -> Reply:
+        """Resume a paused run; see `_PausableRun`."""
+        return self._kept[run].proceed(*arguments)
 
-        Args:
-            run: its number.
-            activation: the activation after the tap's hooks; None if they left it unchanged.
-            needs_gradient: True if home will ask for its gradient.
-            in_place: True if a hook wrote to the activation, which other tensors may share.
-        """
-        return self._kept[run].proceed(activation, needs_gradient, in_place)
-
-    def backward(
-        self, run: int, part: int, gradient: torch.Tensor | None, task: int
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of a part's leaves. Home asks for the last part first.
-
-        Args:
-            run: its number.
-            part: the part's number, from 0 on.
-            gradient: the gradient of the part's value.
-            task: the number of home's backward pass; several may go through one graph.
-        """
-        return self._kept[run].backward(part, gradient, task)
-
-
-class _Kept(dict[int, Any]):
-    """Models, runs, activations and the tensors of KV caches, by their numbers."""
-
-    def tensor(self, number: int, name: str) -> torch.Tensor:
-        """Return the tensor of a `KeptTensor`."""
-        item = self[number]
-        if isinstance(item, _Model):
-            return attrgetter(name)(item.module)
-        return item[name] if name else item
+    def backward(self, run: int, *arguments: Any) -> list[torch.Tensor | None]:
+        """Return the gradients of a part of a run; see `_PausableRun`."""
+        return self._kept[run].backward(*arguments)
 
 
 class _Model:
@@ -189,18 +152,22 @@ class _Model:
         self.module, self.blocks = module, module.blocks
         self._views: dict[int, list[View[nn.Module]]] = {}
 
-    def borrow(self, layer: int) -> View[nn.Module]:
-        """Return a view of a block: runs in flight must not see each other's hooks."""
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return attrgetter(name)(self.module)
+
+    @contextmanager
+    def view_of(self, layer: int) -> Iterator[nn.Module]:
+        """Lend a view of a block: runs in flight must not see each other's hooks."""
         views = self._views.setdefault(layer, [])
         try:  # not `if views`: another thread may take the last one in between
-            return views.pop()
+            view = views.pop()
         except IndexError:
-            return View(self.blocks[layer])
-
-    def give_back(self, layer: int, view: View[nn.Module]) -> None:
-        """Keep a view for the next run."""
-        view.restore()
-        self._views[layer].append(view)
+            view = View(self.blocks[layer])
+        try:
+            yield view.model
+        finally:
+            view.restore()
+            views.append(view)
 
 
 class _Ended(BaseException):  # not an Exception: a block may catch those
@@ -225,7 +192,7 @@ class _GraphPart:
 class _PausableRun:
     """A run of blocks. If there are taps, it has a thread, which waits at each for `proceed`."""
 
-    def __init__(self, kept: _Kept, request: RunRequest) -> None:
+    def __init__(self, kept: dict[int, Any], request: RunRequest) -> None:
         self._kept, self._request = kept, request
         self._model: _Model = kept[request.model]
         self._replies = queue.SimpleQueue[Reply | BaseException]()
@@ -254,7 +221,13 @@ class _PausableRun:
     def proceed(
         self, activation: torch.Tensor | None, needs_gradient: bool, in_place: bool
     ) -> Reply:
-        """Run up to the next tap, or the end."""
+        """Resume the run, up to the next tap or the end.
+
+        Args:
+            activation: the activation after the tap's hooks; None if they left it unchanged.
+            needs_gradient: True if home will ask for its gradient.
+            in_place: True if a hook wrote to the activation, which other tensors may share.
+        """
         if activation is not None:
             activation.requires_grad_(needs_gradient)
         self._parts.append(
@@ -293,7 +266,7 @@ class _PausableRun:
     def _run_block(
         self, number: int, step: StepRequest, x: Float[torch.Tensor, "batch pos d_model"]
     ) -> Output:
-        layer, block = step.layer, self._model.blocks[step.layer]
+        layer = step.layer
         device = self._model.module.placement.device_of(f"blocks.{layer}")
         entries: list[tuple[EntryState, CacheEntry, dict[str, object]]] = []
 
@@ -302,22 +275,18 @@ class _PausableRun:
             entries.append((state, entry, attributes_of(entry)))
             return as_cache(entry, layer) if state.is_in_cache else entry
 
-        def is_entry(value: object) -> bool:
-            return isinstance(value, EntryState)
-
         def here(tensor: torch.Tensor) -> torch.Tensor:
             # Hooks may write to a copy, but not to a leaf of the graph.
             return tensor.to(device, copy=tensor.is_leaf and tensor.requires_grad)
 
         x, arguments = tree_map_only(torch.Tensor, here, (x, step.arguments))
-        args, kwargs = tree_map_only(EntryState, appended_to, arguments, is_leaf=is_entry)
+        args, kwargs = tree_map_only(
+            EntryState, appended_to, arguments, is_leaf=lambda value: isinstance(value, EntryState)
+        )
         self._shared = self._shared or [x]
         # Only hooks need a view: without them, runs in flight may share the block.
-        has_hooks = bool(step.taps or step.cached)
-        if has_hooks:
-            view = self._model.borrow(layer)
-            block = view.model
-        try:
+        model, has_hooks = self._model, step.taps or step.cached
+        with model.view_of(layer) if has_hooks else nullcontext(model.blocks[layer]) as block:
             for path, changes in step.config.items():
                 vars(config_at(block, path)).update(changes)
             if is_fused(block) is not step.is_fused:
@@ -327,9 +296,6 @@ class _PausableRun:
             for name in (*step.taps, *step.cached):
                 self._put_hook(number, step, name, block.get_submodule(name))
             output: Output = block(x, *args, **kwargs)
-        finally:
-            if has_hooks:
-                self._model.give_back(layer, view)
         for state, entry, before in entries:
             self._keep(number, state.new, entry, before)
         return output
@@ -339,7 +305,7 @@ class _PausableRun:
         # Skip `__init__`: its arguments differ between classes and versions.
         entry: CacheEntry = object.__new__(state.kind)
         given = tree_map_only(
-            KeptTensor, lambda one: self._kept.tensor(one.number, one.name), state.attributes
+            KeptTensor, lambda one: self._kept[one.number][one.name], state.attributes
         )
         set_attributes(entry, given, device)
         return entry
@@ -359,7 +325,7 @@ class _PausableRun:
         # A torch hook: home runs TransformerLens's conversions around the user's hook.
         def cache(module: object, args: object, activation: torch.Tensor) -> None:
             kept = step.cached[name]
-            self._kept[kept] = activation.detach()
+            self._kept[kept] = {"": activation.detach()}
             self._cached.append((number, name, KeptTensor.of(activation, kept)))
 
         def pause(module: object, args: object, activation: torch.Tensor) -> torch.Tensor:
@@ -420,7 +386,13 @@ class _PausableRun:
     def backward(
         self, number: int, gradient: torch.Tensor | None, task: int
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of a part's leaves."""
+        """Return the gradients of a part's leaves. Home asks for the last part first.
+
+        Args:
+            number: the part's number, from 0 on.
+            gradient: the gradient of the part's value.
+            task: the number of home's backward pass; several may go through one graph.
+        """
         if task != self._task:  # a new backward pass begins
             self._task = task
             for leaf in self._leaves(len(self._parts)):
