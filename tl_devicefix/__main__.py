@@ -23,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
         accelerator to check.
     """
     chosen = _parser().parse_args(arguments)
+    # Only `estimate` raises a TypeError for an argument.
+    expected = (TypeError, ValueError) if chosen.command == "estimate" else ValueError
 
     import transformers.utils.logging as hf_logging
 
@@ -32,9 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     hf_logging.disable_progress_bar()
     try:
         return 0 if _run(chosen) else 1
-    except (TypeError, ValueError) as error:
-        if isinstance(error, TypeError) and chosen.command != "estimate":
-            raise  # only `estimate` raises it for an argument
+    except expected as error:
         print(error, file=sys.stderr)
         return 2  # argparse's status for wrong arguments
 

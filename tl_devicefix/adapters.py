@@ -25,7 +25,7 @@ class Adapter(Protocol):
     """The name of the class, for messages."""
     model_class: type[Model]
     run_methods: tuple[str, ...]
-    """Methods that run a model. A subclass that overrides one may run its blocks differently."""
+    """Methods that run a model. If a subclass or a model overrides one, sweeps run all blocks."""
     has_dropout: bool
     """True if its modules behave differently in training mode."""
 

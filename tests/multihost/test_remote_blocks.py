@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 from hf_models import padded as mask_of
+from torch.utils._pytree import tree_leaves
 
 from tl_devicefix.multihost.remote_tensor import RemoteTensor
 from tl_devicefix.multihost.worker import settings
@@ -120,6 +121,7 @@ EXACT["edited by data"] = functools.partial(edited, True)
 @pytest.mark.parametrize("run", EXACT.values(), ids=EXACT)
 def test_remote_blocks_give_one_processs_results_bit_for_bit(run, alone, spread, tokens):
     expected, given = (run(load("llama"), tokens) for load in (alone, spread))
+    assert tree_leaves(given)
     torch.testing.assert_close(given, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -9,6 +9,7 @@ import transformer_lens
 from local_hosts import hosts
 from packaging.version import Version
 from runs_of_users import GREEDY
+from torch.utils._pytree import tree_leaves
 
 import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
@@ -79,6 +80,7 @@ RUNS += [pytest.param(fused, marks=MAY_FUSE)]
 
 def assert_equal(run, alone, spread, tokens):
     expected, given = (run(load("llama"), tokens) for load in (alone, spread))
+    assert tree_leaves(given)
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -216,7 +216,7 @@ def test_sweep_of_a_bridge_starts_at_the_first_block(why, on_one, tokens):
 
 
 @pytest.mark.parametrize(
-    ("go_on", "number"), [(list, 2), (lambda results: results.close(), 1)], ids=["list", "close"]
+    ("go_on", "number"), [(next, 1), (lambda results: results.close(), 1)], ids=["next", "close"]
 )
 def test_weight_changed_between_runs_of_a_sweep_is_refused(go_on, number, model, tokens):
     results = tl_devicefix.sweep(model, tokens, [at(3), at(4), at(2)])
@@ -226,20 +226,42 @@ def test_weight_changed_between_runs_of_a_sweep_is_refused(go_on, number, model,
         go_on(results)
 
 
-def test_weight_changed_after_the_last_run_of_a_sweep_counts(model, tokens):
-    weight = next(model.blocks[0].parameters())
-    for _ in tl_devicefix.sweep(model, tokens, [at(3)]):
-        before = weight.clone()
-        weight.mul_(2)
-    assert_bit_equal(weight, 2 * before)
+@pytest.mark.parametrize("n_runs", [1, 3, 8])
+def test_changes_after_the_last_run_of_a_sweep_are_allowed(n_runs, model, tokens):
+    runs = [at(3)] * n_runs
+    for number, _ in enumerate(tl_devicefix.sweep(model, tokens, runs), 1):
+        if number == n_runs:
+            next(model.blocks[0].parameters()).mul_(2)
+            model.add_perma_hook("blocks.0.hook_mlp_out", leave)
 
 
-def test_a_hook_added_between_runs_of_a_sweep_is_refused(model, tokens):
+def test_hooks_changed_between_runs_of_a_sweep_are_refused(model, tokens):
+    of_block = r"hooks on blocks\.0\..* were added or removed"
     results = tl_devicefix.sweep(model, tokens, [at(3), at(4)])
     next(results)
     model.add_perma_hook("blocks.0.hook_mlp_out", leave)
-    with pytest.raises(RuntimeError, match=r"hooks on blocks\.0\..* were added or removed"):
+    with pytest.raises(RuntimeError, match=of_block):
         next(results)
+    results = tl_devicefix.sweep(model, tokens, [at(3)] * 5)
+    list(zip(range(3), results))
+    model.reset_hooks(including_permanent=True)
+    with pytest.raises(RuntimeError, match=of_block):
+        next(results)
+
+
+@pytest.mark.hooked
+def test_a_sweep_runs_a_subclass_s_own_reset_hooks(model, tokens):
+    class Own(type(model)):
+        n_resets = 0
+
+        def reset_hooks(self, *args, **kwargs):
+            self.n_resets += 1
+            return super().reset_hooks(*args, **kwargs)
+
+    model.__class__ = Own
+    expected = looped(model, tokens, RUNS[:3])
+    assert_bit_equal(list(tl_devicefix.sweep(model, tokens, RUNS[:3])), expected)
+    assert model.n_resets == 2 * 3
 
 
 MLP_OUT = "blocks.3.hook_mlp_out"

@@ -100,7 +100,7 @@ def test_a_name_of_no_checkpoint_is_refused_before_a_load(machine, tmp_path, mon
         ("./my_model", r"^there is no directory './my_model'"),
         ("empty", "the directory 'empty' has no config.json"),
     ):
-        for options in ({"on_mismatch": "warn"}, {"n_devices": 2}):
+        for options in ({}, {"on_mismatch": "warn"}, {"n_devices": 2}):
             with pytest.raises(ValueError, match=says):
                 TransformerBridge.boot_transformers(name, **options)
 

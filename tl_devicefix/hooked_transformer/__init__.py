@@ -24,7 +24,10 @@ __all__ = ["model_class", "option_names"]
 name = "HookedTransformer"
 view_of = View
 model_class = HookedTransformer
-run_methods = ("forward", "run_with_hooks", "input_to_embed")
+run_methods = (
+    *("forward", "run_with_hooks", "input_to_embed"),
+    *("hooks", "hook_points", "reset_hooks", "remove_all_hook_fns"),
+)
 read_blueprint = HookedBlueprint
 has_dropout = False
 

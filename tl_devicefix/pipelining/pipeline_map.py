@@ -291,14 +291,17 @@ class ModelSnapshot:
             if weight is not None and not isinstance(weight, TensorElsewhere)
         ]
         self._attributes = [vars(module) for module in modules]
-        self._hooks, self._n_hooked = self._users_hooks(), n_hooked_outside_runs()
-        self._next = 8  # the number of the result to check at
+        self._hooked = [
+            each for each in self._attributes if any(hooks_of(each)) and _users_hooks([each])
+        ]
+        self._hooks, self._n_hooked = _users_hooks(self._hooked), n_hooked_outside_runs()
+        self._next = 1  # the number of the result to check at
 
     def check(self, number: int, is_last: bool = False) -> None:
         """Check that no parameter was replaced or changed in place, and no hook added or removed.
 
-        A check visits all modules, so there is one before results 8, 64 and so on, before the last,
-        and after a hook point was given a hook outside of runs.
+        Hooks that were there are looked for each time. All modules are visited only before results
+        1, 8, 64 and so on, before the last, and after hook points got hooks outside of runs.
 
         Args:
             number: the index of the result.
@@ -308,18 +311,19 @@ class ModelSnapshot:
             RuntimeError: if a parameter was changed, or a user's hook added or removed.
         """
         n_hooked = n_hooked_outside_runs()
-        if number != self._next and n_hooked == self._n_hooked and not is_last:
-            return
-        self._n_hooked = n_hooked
-        if number == self._next:
-            self._next *= 8
-        changed = self._users_hooks() ^ self._hooks
-        if changed:
-            name = self._owner_of({of_hooks for of_hooks, _ in changed})
+        visits_all = is_last or number == self._next or n_hooked != self._n_hooked
+        hooks = _users_hooks(self._attributes if visits_all else self._hooked)
+        if hooks != self._hooks:
+            name = self._owner_of({of_hooks for of_hooks, _ in hooks ^ self._hooks})
             raise RuntimeError(
                 f"hooks on {name} were added or removed between two results, but the runs keep "
                 "those of the start: change them before, or in the runs"
             )
+        if not visits_all:
+            return
+        self._n_hooked = n_hooked
+        if number == self._next:
+            self._next *= 8
         for parameters, key, weight, state in self._states:
             if parameters.get(key) is not weight or stamp(weight) != state:
                 name = self._owner_of({id(parameters)})
@@ -336,15 +340,16 @@ class ModelSnapshot:
                 return name.replace(f"{WRAPPED}.", "")
         return "the model"
 
-    def _users_hooks(self) -> set[tuple[int, int]]:
-        """Return the users' hooks: for each, the id of its dict, and its number."""
-        return {
-            (id(hooks), number)
-            for attributes in self._attributes
-            for hooks in filter(None, hooks_of(attributes))
-            for number, hook in hooks.items()
-            if is_users_hook("fwd_hooks" in attributes, hook)
-        }
+
+def _users_hooks(modules: list[dict[str, Any]]) -> set[tuple[int, int]]:
+    """Return the users' hooks on modules, given their attributes: the id of each dict, a number."""
+    return {
+        (id(hooks), number)
+        for attributes in modules
+        for hooks in filter(None, hooks_of(attributes))
+        for number, hook in hooks.items()
+        if is_users_hook("fwd_hooks" in attributes, hook)
+    }
 
 
 def is_users_hook(is_on_hook_point: bool, hook: object) -> bool:

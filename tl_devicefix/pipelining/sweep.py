@@ -129,7 +129,8 @@ def sweep(
             repeated, a hook point whose first dimension is not the batch, and a hook that returns
             another shape.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
-            between two runs; if a hook runs or hooks the model, where each run has a thread.
+            between two runs, or if `runs` is a generator, after the last one; if a hook runs or
+            hooks the model, where each run has a thread.
     """
     adapter_of(model)  # raises for anything but a model
     texts = tokens if isinstance(tokens, list) else [tokens]
@@ -228,8 +229,12 @@ def _sweep(
         results = run_all(model, run_from, starts(), n_ahead if waits else 1)
     else:
         results = launch_all(model, placement.home, run_from, starts(), n_ahead)
-    at_end = checking_at_end(lambda: snapshot.check(number, is_last=number - 1 != last))
-    with contextlib.closing(results), at_end:
+
+    def check_all() -> None:
+        if number - 1 != last:  # otherwise it was checked before the last result
+            snapshot.check(number, is_last=True)
+
+    with contextlib.closing(results), checking_at_end(check_all):
         for group_results in results:
             for result in group_results:
                 snapshot.check(number, is_last=number == last)
