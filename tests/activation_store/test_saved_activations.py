@@ -180,6 +180,7 @@ REFUSED = [
     ({"token_mask": "mask"}, "token_mask must be 'attention_mask' or a function, not 'mask'"),
     ({"transform": lambda a: a.mean((0, 1))}, r"is \[16\], which has no row for each of 1 exam"),
     ({"past_key_values": []}, "would grow from batch to batch|no argument .past_key_values."),
+    ({"past_kv_cache": []}, "would grow from batch to batch|no argument .past_kv_cache."),
     ({"transform": lambda a: a.zero_()}, f"transform changed {RESID} in place"),
     ({"transform": lambda a: None}, f"transform must return a tensor, but returned None: {RESID}"),
     ({"transform": lambda a: a + 0j}, f"{RESID} is complex64: give one of the dtypes float64"),

@@ -152,10 +152,12 @@ def test_peak_is_reported_with_the_module_where_it_was():
         return model(torch.zeros(8, 256, dtype=torch.long))
 
     dry = dry_run("gpt2", job, n_devices=2, **FOUR_LAYERS)
+    copies = dry_run("gpt2", lambda model: job(model).repeat(4, 1, 1), n_devices=2, **FOUR_LAYERS)
 
     assert torch.is_grad_enabled()  # as before
     assert dry.devices[0].module == "unembed"
     assert dry.devices[1].module.startswith("blocks.")
+    assert copies.devices[0].module == "outside the model"
     assert "_original_component" not in repr(dry)
 
 
