@@ -36,6 +36,13 @@ def test_components_of_all_devices_are_read_at_once(load, machine, monkeypatch):
     assert len(waited_for) == 4
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_padded_and_begun_as_asked(side, load, machine):
+    model = load("gpt2", n_devices=2, default_padding_side=side, default_prepend_bos=False)
+    assert model.tokenizer.padding_side == side
+    assert model.to_tokens(["w4 w5", "w6"]).shape == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "device", "processing"),
     in_turn(["gpt2", "qwen2", "gemma-2"], ["cpu", device(1)], ["none", "default"]),
