@@ -250,6 +250,16 @@ def test_hooks_changed_between_runs_of_a_sweep_are_refused(model, tokens):
 
 
 @pytest.mark.hooked
+def test_hooks_left_by_an_earlier_run_go_after_the_first(model, tokens):
+    """As in a loop, whose later runs lack them: a sweep has one state of hooks for all runs."""
+    model.run_with_hooks(tokens, fwd_hooks=at(4), reset_hooks_end=False)
+    results = tl_devicefix.sweep(model, tokens, [at(3), at(3)])
+    with pytest.raises(RuntimeError, match=r"hooks on blocks\.4\..* were added or removed"):
+        next(results)
+    assert traces(model) == []
+
+
+@pytest.mark.hooked
 def test_a_sweep_runs_a_subclass_s_own_reset_hooks(model, tokens):
     class Own(type(model)):
         n_resets = 0

@@ -380,6 +380,15 @@ class UnusedHookPoint(HookPoint):
         return HookPoint.__reduce_ex__(self, protocol)
 
 
+def hooked_points(points: Iterable[HookPoint]) -> list[HookPoint]:
+    """Return the hook points that have hooks. A view's unused ones have none, and stay unused."""
+    return [
+        point
+        for point in points
+        if type(point) is not UnusedHookPoint and (point.fwd_hooks or point.bwd_hooks)
+    ]
+
+
 def _first_using(name: str) -> property:
     return property(lambda point: _use(point)[name])
 

@@ -11,7 +11,7 @@ from transformer_lens import HookedTransformer
 
 from tl_devicefix.dispatch import forward as running
 from tl_devicefix.dispatch.scheduler import current_run
-from tl_devicefix.dispatch.views import UnusedHookPoint
+from tl_devicefix.dispatch.views import hooked_points
 from tl_devicefix.fusing.one_forward import one_forward
 from tl_devicefix.hooked_transformer.moving import placement_by, remember
 from tl_devicefix.monkeypatch.patch import patches
@@ -109,10 +109,5 @@ def remove_all_hook_fns(
     # TransformerLens visits all hook points after each `run_with_hooks` and `run_with_cache`.
     # Always visit the first: its `remove_hooks` checks the direction.
     points = list(self.hook_points())
-    hooked = [
-        each
-        for each in points
-        if type(each) is not UnusedHookPoint and (each.fwd_hooks or each.bwd_hooks)
-    ]
-    for point in points[:1] + hooked:
+    for point in points[:1] + hooked_points(points):
         point.remove_hooks(direction, including_permanent, level)

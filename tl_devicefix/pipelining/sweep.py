@@ -35,6 +35,7 @@ from tl_devicefix.dispatch.carrying import (
 )
 from tl_devicefix.dispatch.mixing import tensor_bytes
 from tl_devicefix.dispatch.naming import each_module
+from tl_devicefix.dispatch.views import hooked_points
 from tl_devicefix.errors import note, shown
 from tl_devicefix.fusing.listening import hooks_of, relay_hooks
 from tl_devicefix.monkeypatch.patch import package_of
@@ -166,6 +167,7 @@ def _sweep(
         tokens = tokens.to(placement.home)  # once: the host waits for a copy from the CPU
     # A Bridge rebuilds this dict on each access.
     points: dict[str, HookPoint] = dict(model.hook_dict)
+    hooked = hooked_points(points.values())
     first_block = _FirstBlock(model, points, tokens, arguments)
     checked: Iterable[Hooks] = map(partial(_checked, points), itertools.count(), runs)
     last_first = first_block.of(())  # the last block at which a run may start
@@ -212,9 +214,8 @@ def _sweep(
                 run = view.run_with_hooks
                 names = [name for name, _ in group[0] if isinstance(name, str)]
                 if first and view is model and len(names) == len(group[0]):
-                    run = types.MethodType(
-                        type(view).run_with_hooks, _WithPoints(model, points, names)
-                    )
+                    within = _WithPoints(model, points, names, hooked)
+                    run = types.MethodType(type(view).run_with_hooks, within)
                 return [run(tokens, fwd_hooks=list(group[0]), **arguments)]
         except Exception as error:
             last = f" to {number + n_runs - 1}" if n_runs > 1 else ""
@@ -248,12 +249,25 @@ class _WithPoints:
     A Bridge builds the dict of all hook points, and of their aliases, twice in each run, and a
     HookedTransformer looks at each for hooks to remove. For 80 blocks, this takes much of a run
     that skips most of them. Hooks get the model itself.
+
+    Args:
+        model: the model.
+        points: all of its hook points.
+        names: those that the run hooks.
+        hooked: those that had hooks before. The first run removes what an earlier run left.
     """
 
-    def __init__(self, model: Model, points: dict[str, HookPoint], names: list[str]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        points: dict[str, HookPoint],
+        names: list[str],
+        hooked: list[HookPoint],
+    ) -> None:
         canonical = [points[name].name or name for name in names]
         used = {name: points[name] for name in (*names, *canonical) if name in points}
-        vars(self).update(hook_dict=used, mod_dict=used, hook_points=used.values, _model=model)
+        vars(self).update(hook_dict=used, mod_dict=used, _model=model)
+        vars(self)["hook_points"] = lambda: [*used.values(), *hooked]
 
     def __getattr__(self, name: str) -> object:
         if name in ("hooks", "reset_hooks", "remove_all_hook_fns"):  # of a HookedTransformer
