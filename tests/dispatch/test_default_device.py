@@ -6,14 +6,11 @@ from comparison import assert_agrees
 from devices import device
 from hf_models import padded
 from model_classes import BRIDGE, HOOKED
+from runs_of_users import double
 
 import tl_devicefix
 
 RESID = "blocks.3.hook_resid_post"
-
-
-def double(activation, hook):
-    return activation * 2
 
 
 CALLS = {

@@ -314,7 +314,7 @@ class ModelSnapshot:
         visits_all = is_last or number == self._next or n_hooked != self._n_hooked
         hooks = _users_hooks(self._attributes if visits_all else self._hooked)
         if hooks != self._hooks:
-            name = self._owner_of({of_hooks for of_hooks, _ in hooks ^ self._hooks})
+            name = self._name_of({of_hooks for of_hooks, _ in hooks ^ self._hooks})
             raise RuntimeError(
                 f"hooks on {name} were added or removed between two results, but the runs keep "
                 "those of the start: change them before, or in the runs"
@@ -326,14 +326,14 @@ class ModelSnapshot:
             self._next *= 8
         for parameters, key, weight, state in self._states:
             if parameters.get(key) is not weight or stamp(weight) != state:
-                name = self._owner_of({id(parameters)})
+                name = self._name_of({id(parameters)})
                 raise RuntimeError(
                     f"{join_path(name, key)} was changed before result {number}, while runs used "
                     "it, so earlier results may have used either value: change a copy of it in a "
                     f"hook, or {ONE_AT_A_TIME}"
                 )
 
-    def _owner_of(self, ids: set[int]) -> str:
+    def _name_of(self, ids: set[int]) -> str:
         """Return the name of a module that has a dict with one of these ids."""
         for name, module in self._model.named_modules():
             if any(id(each) in ids for each in (module._parameters, *hooks_of(vars(module)))):
