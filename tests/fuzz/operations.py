@@ -17,6 +17,7 @@ import functools
 import operator
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NewType
@@ -33,6 +34,8 @@ Grad = Literal["enable_grad", "no_grad", "inference_mode"]
 Names = Literal["", "resid", "attn.hook", "mlp"]
 Effect = Literal["read", "scale", "edit in place", "zero", "upcast"]
 Direction = Literal["fwd", "bwd"]
+How = Literal["sweep", "batches", "in flight"]
+Returns = Literal["logits", "logits", "loss", "both"]
 TorchHook = Literal[
     "forward", "forward prepend", "forward_pre", "forward_pre with_kwargs", "full_backward"
 ]
@@ -82,6 +85,7 @@ class Trial:
     padding: str
     seen: list[tuple[str, bool, float, list[Any]]] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    is_quiet: bool = False  # notes nothing
 
     def at(self, path: str) -> Any:
         """A submodule, or an attribute, by its path."""
@@ -94,6 +98,8 @@ class Trial:
 
     def note(self, label: str, *values: Any) -> None:
         """Note values, and the parts of containers."""
+        if self.is_quiet:
+            return
         parts = [_plain(part) for part in tree_leaves(values)]
         numbers = [x[x.abs() < 1e30] for x in parts if _is_float(x)]  # without masked scores
         scale = max([1.0, *(float(x.abs().max()) for x in numbers if x.numel())])
@@ -211,6 +217,11 @@ def kv_cache(trial: Trial, n: N, more: Literal[1, 3], grad: Grad, padded: Bool) 
 def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
     """Note what a hook is given, and do what the effect says."""
     trial.note_activations(f"hook {hook.name}", x)
+    return affected(effect, x, hook)
+
+
+def affected(effect: str, x: Any, hook: Any) -> Any:
+    """Do to an activation what an effect says, and return what a hook would."""
     if not isinstance(x, torch.Tensor):
         return None
     if effect == "edit in place":
@@ -219,6 +230,63 @@ def act(trial: Trial, effect: str, x: Any, hook: Any = None) -> Any:
         return x.double()
     made = {"scale": lambda: x * 1.25, "zero": lambda: torch.zeros_like(x)}
     return made.get(effect, lambda: None)()
+
+
+def many_runs(
+    trial: Trial, n: N, grad: Grad, how: How, returns: Returns, a: Point, b: Point, effect: Effect
+) -> None:
+    """Runs that differ in their hooks: by the package, or in the other process in a loop."""
+    trial.model(tokens(n))  # changes that hooks make once are made now: `within`
+    given: list[list[Any]] = [[] for _ in range(5)]  # what the hooks of each run were given
+
+    def hook_of(run: int, effect: str) -> Any:
+        def hook(x: Any, hook: Any) -> Any:
+            given[run].append((hook.name, tree_map(_plain, x)))
+            return affected(effect, x, hook)
+
+        return hook
+
+    effects = ([(a, effect)], [], [(b, "scale"), (a, effect)], [(b.__eq__, effect)], [(b, "read")])
+    runs = [[(at, hook_of(run, do)) for at, do in hooks] for run, hooks in enumerate(effects)]
+    trial.is_quiet = True  # a run that starts at a later block calls fewer of the other hooks
+    try:
+        with getattr(torch, grad)():
+            results = _many_runs(trial.model, tokens(n), runs, how, given, return_type=returns)
+            trial.is_quiet = False
+            trial.note("many runs", given, results)
+            if grad == "enable_grad":
+                loss = sum(x.float().pow(2).sum() for x in tree_leaves(results))
+                trial.is_quiet = True  # of hooks on backward
+                loss.backward()
+                trial.is_quiet = False
+                trial.note("grads", [p.grad for _, p in trial.model.named_parameters()])
+                trial.model.zero_grad()
+    finally:
+        trial.is_quiet = False
+
+
+def _many_runs(
+    model: Any, tokens: torch.Tensor, runs: Any, how: str, given: Any, **options: Any
+) -> list[Any]:
+    package = sys.modules.get("tl_devicefix")
+
+    def one(model: Any, hooks: Any) -> Any:
+        return model.run_with_hooks(tokens, fwd_hooks=hooks, **options)
+
+    if package is None:
+        return [one(model, hooks) for hooks in runs]
+    try:
+        if how == "in flight":
+            return list(package.pipeline_map(model, one, runs, 3))
+        size = 3 if how == "batches" else 1
+        return list(package.sweep(model, tokens, runs, batch_size=size, **options))
+    except Exception as error:  # noqa: BLE001 - of a batch, another run's error may come first
+        for each in given:
+            each.clear()
+        results = list(package.sweep(model, tokens, runs, **options))
+        if not re.search("batch_size=1|max_in_flight=1", str(error)):
+            raise
+        return results
 
 
 def hook(trial: Trial, point: Point, effect: Effect, direction: Direction, forever: Bool) -> None:
@@ -311,7 +379,7 @@ def within(trial: Trial, point: str, operation: tuple[Any, ...]) -> None:
     trial.model.add_hook(point, hook)
 
 
-RUNS = [forward, run_with_cache, generate, *([] if IS_BRIDGE else [kv_cache])]
+RUNS = [forward, run_with_cache, generate, many_runs, *([] if IS_BRIDGE else [kv_cache])]
 CHANGES = [
     *(hook, hook, hook, torch_hook, remove_hooks),
     *(set_value, set_value, set_mode, edit, edit, replace_module),

@@ -72,7 +72,7 @@ def pipeline_map(
 
     Runs in flight may not change what they share. A run raises if it draws torch's random numbers
     (without its own ``torch.Generator``), calls ``backward``, reads or sets a leaf's ``.grad``,
-    changes a config flag, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and numpy's
+    changes a config flag, removes a hook that the model had before, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and numpy's
     random numbers come in no fixed order: draw them before, and pass them in the items. Weights,
     and attributes of modules, may not change either: a change raises, at the end or at an earlier
     check. Between results you may run the model, but leave no new hooks on it: that raises, as runs
@@ -204,6 +204,11 @@ def _pipelined(
                 raise RuntimeError(
                     f"cfg.{name} was changed during run {number}, but all runs share the config: "
                     f"set it before, or {ONE_AT_A_TIME}"
+                )
+            if (name := view.removed_hook()) is not None:
+                raise RuntimeError(
+                    f"run {number} removed a hook that was on {name} before, but the other runs "
+                    f"keep it: remove it before (model.reset_hooks()), or {ONE_AT_A_TIME}"
                 )
             return result
         finally:
