@@ -237,7 +237,7 @@ def many_runs(
 ) -> None:
     """Runs that differ in their hooks: by the package, or in the other process in a loop."""
     trial.model(tokens(n))  # changes that hooks make once are made now: `within`
-    given: list[list[Any]] = [[] for _ in range(5)]  # what the hooks of each run were given
+    given: list[list[Any]] = [[] for _ in range(4)]  # what the hooks of each run were given
 
     def hook_of(run: int, effect: str) -> Any:
         def hook(x: Any, hook: Any) -> Any:
@@ -246,23 +246,24 @@ def many_runs(
 
         return hook
 
-    effects = ([(a, effect)], [], [(b, "scale"), (a, effect)], [(b.__eq__, effect)], [(b, "read")])
+    effects: list[list[Any]] = [
+        [(a, effect)],
+        [],
+        [(b, "scale"), (a, effect)],
+        [(b.__eq__, effect)],
+    ]
     runs = [[(at, hook_of(run, do)) for at, do in hooks] for run, hooks in enumerate(effects)]
     trial.is_quiet = True  # a run that starts at a later block calls fewer of the other hooks
     try:
         with getattr(torch, grad)():
             results = _many_runs(trial.model, tokens(n), runs, how, given, return_type=returns)
-            trial.is_quiet = False
-            trial.note("many runs", given, results)
             if grad == "enable_grad":
-                loss = sum(x.float().pow(2).sum() for x in tree_leaves(results))
-                trial.is_quiet = True  # of hooks on backward
-                loss.backward()
-                trial.is_quiet = False
-                trial.note("grads", [p.grad for _, p in trial.model.named_parameters()])
-                trial.model.zero_grad()
+                sum(x.float().pow(2).sum() for x in tree_leaves(results)).backward()
     finally:
         trial.is_quiet = False
+    trial.note("many runs", given, results)
+    trial.note("grads", [p.grad for _, p in trial.model.named_parameters()])
+    trial.model.zero_grad()
 
 
 def _many_runs(
@@ -280,7 +281,7 @@ def _many_runs(
             return list(package.pipeline_map(model, one, runs, 3))
         size = 3 if how == "batches" else 1
         return list(package.sweep(model, tokens, runs, batch_size=size, **options))
-    except Exception as error:  # noqa: BLE001 - of a batch, another run's error may come first
+    except Exception as error:  # of a batch, another run's error may come first
         for each in given:
             each.clear()
         results = list(package.sweep(model, tokens, runs, **options))

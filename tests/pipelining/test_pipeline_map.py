@@ -510,7 +510,7 @@ def test_caller_may_run_and_hook_the_model_between_results(model, batches):
         [model.add_hook(LAST, double) for _ in pipeline_map(model, logits, batches, 3)]
 
 
-def test_a_run_that_removes_a_hook_of_the_model_is_refused_in_flight(model, batches):
+def test_a_run_in_flight_may_not_remove_the_models_hooks(model, batches):
     """In a loop, later runs lack it."""
     model.add_hook(LAST, double)
     removed = r"run 0 removed a hook that was on blocks\.4\..*max_in_flight=1"
@@ -520,7 +520,7 @@ def test_a_run_that_removes_a_hook_of_the_model_is_refused_in_flight(model, batc
 
 
 @pytest.mark.hooked
-def test_runs_in_flight_are_refused_if_run_with_hooks_removes_a_hook_left_before(model, batches):
+def test_run_with_hooks_in_flight_may_not_remove_older_hooks(model, batches):
     model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)], reset_hooks_end=False)
     with pytest.raises(RuntimeError, match="run 0 removed a hook"):
         next(pipeline_map(model, some_of_the_cache, batches))

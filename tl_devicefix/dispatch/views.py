@@ -140,9 +140,10 @@ class View(Generic[Module]):
         return self._undone or next(filter(None, (s.kept_setting() for s in modules)), None)
 
 
-def _handles_of(attributes: dict[str, Any]) -> list[LensHandle]:
+def _handles_of(attributes: dict[str, object]) -> list[object]:
     """Return the hooks of a hook point, given its attributes; anything else has none."""
-    return [*attributes.get("fwd_hooks", ()), *attributes.get("bwd_hooks", ())]
+    lists = [attributes.get(name, ()) for name in ("fwd_hooks", "bwd_hooks")]
+    return list(itertools.chain.from_iterable(map(contents_of, lists)))
 
 
 @patches("HookPoint", takes="self", why="a view's hook points keep their contexts")

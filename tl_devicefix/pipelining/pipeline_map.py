@@ -72,11 +72,11 @@ def pipeline_map(
 
     Runs in flight may not change what they share. A run raises if it draws torch's random numbers
     (without its own ``torch.Generator``), calls ``backward``, reads or sets a leaf's ``.grad``,
-    changes a config flag, removes a hook that the model had before, or fuses blocks. ``torch.autograd.grad`` is fine. Python's and numpy's
-    random numbers come in no fixed order: draw them before, and pass them in the items. Weights,
-    and attributes of modules, may not change either: a change raises, at the end or at an earlier
-    check. Between results you may run the model, but leave no new hooks on it: that raises, as runs
-    keep the hooks of the start.
+    changes a config flag, removes a hook that the model had before, or fuses blocks.
+    ``torch.autograd.grad`` is fine. Python's and numpy's random numbers come in no fixed order:
+    draw them before, and pass them in the items. Weights, and attributes of modules, may not change
+    either: a change raises, at the end or at an earlier check. Between results you may run the
+    model, but leave no new hooks on it: that raises, as runs keep the hooks of the start.
 
     Runs have the modes of your thread: ``torch.no_grad``, ``inference_mode``, autocast,
     `mix_devices`, `gather_on`, torch's modes, current devices and streams.
