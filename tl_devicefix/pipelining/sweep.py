@@ -102,9 +102,10 @@ def sweep(
     them in place, return a tensor of their shape, or return None. The hooks of all runs are called
     at one hook point before the next, so what hooks share, such as a dict, must be the run's own;
     `hook.ctx` is a copy for the run. Permanent hooks, and modules that are not TransformerLens's,
-    see the whole batch once. Results equal those of `batch_size=1` up to rounding, not bit for bit.
-    A batch takes the memory of a forward of that many prompts. Its results are parts of one tensor
-    and one graph: clone a result to keep it alone, and differentiate them together.
+    see the whole batch once. Results equal those of `batch_size=1` up to rounding, not bit for bit;
+    with dropout, a batch draws other random numbers. A batch takes the memory of a forward of that
+    many prompts. Its results are parts of one tensor and one graph: clone a result to keep it
+    alone, and differentiate them together.
 
     Args:
         model: a HookedTransformer or a TransformerBridge.
