@@ -234,6 +234,19 @@ def test_a_view_has_the_hooks_back_that_a_run_removed(model, at_home):
 
 
 @fuses
+@with_offloaded
+def test_a_fused_view_with_hooks_within_blocks_is_the_model(model, at_home):
+    """Bit for bit: its blocks run fused too, with the same attention."""
+    tl_devicefix.fuse_blocks(model)
+    model(at_home)
+    view = view_of(model).model
+    for layer in range(len(model.blocks)):
+        hooks = [(f"blocks.{layer}.hook_attn_out", halve)]
+        actual = view.run_with_hooks(at_home, fwd_hooks=hooks)
+        assert_bit_equal(actual, model.run_with_hooks(at_home, fwd_hooks=hooks))
+
+
+@fuses
 def test_only_the_fused_block_with_a_new_hook_looks_for_hooks(model, at_home, monkeypatch):
     """And none is bound again, as in each run that would take 20 ms at 80 layers."""
     tl_devicefix.fuse_blocks(model)

@@ -237,6 +237,8 @@ def many_runs(
 ) -> None:
     """Runs that differ in their hooks: by the package, or in the other process in a loop."""
     trial.model(tokens(n))  # changes that hooks make once are made now: `within`
+    if trial.model.training and how == "batches":  # with dropout, which draws for all runs at once
+        how = "sweep"
     given: list[list[Any]] = [[] for _ in range(4)]  # what the hooks of each run were given
 
     def hook_of(run: int, effect: str) -> Any:

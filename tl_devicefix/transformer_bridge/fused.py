@@ -221,7 +221,7 @@ class BoundWrapper:
         named = [(names[module], module) for module in modules]
         self._listeners = Listeners(wrapper, named, self._are_harmless)
         try:
-            self._by_sdpa = self._check_attention() if wrapper.is_list_item else frozenset()
+            self._by_sdpa = self._check_attention() if wrapper.is_list_item else []
             self.layer = unwrap_layer(wrapper, self._by_sdpa)
         except NotPlain as reason:
             self.why = str(reason)
@@ -282,8 +282,8 @@ class BoundWrapper:
             self._harmless |= {handle.id for handle in handles}
         return hooks.keys() <= self._harmless
 
-    def _check_attention(self) -> frozenset[int]:
-        """Set `config` and `_hookable`; return the ids of the attention layers that use SDPA.
+    def _check_attention(self) -> list[nn.Module]:
+        """Set `config` and `_hookable`; return the attention layers that use SDPA.
 
         Raises:
             NotPlain: if transformers' attention computes something other than the Bridge's.
@@ -302,7 +302,7 @@ class BoundWrapper:
                 raise NotPlain(why)
         if class_of(block).forward is BlockBridge.forward:  # others call hooks in other places
             self._hookable = HOOKABLE
-        return frozenset(id(it.original_component) for it in by_sdpa)
+        return [it.original_component for it in by_sdpa]
 
 
 _POINTS = {

@@ -32,6 +32,7 @@ from transformer_lens.model_bridge.generalized_components import (
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformer_lens.model_bridge.generalized_components.gated_mlp import resolve_activation_fn
 
+from tl_devicefix.dispatch.views import UnusedHookPoint
 from tl_devicefix.fusing.fused import applies_dropout, class_of, own_method
 from tl_devicefix.fusing.listening import Listeners, other_shape
 from tl_devicefix.monkeypatch.patch import LIBRARIES, package_of
@@ -53,13 +54,13 @@ def is_wrapper(module: nn.Module | None) -> TypeGuard[GeneralizedComponent]:
 
 
 def unwrap_layer(
-    wrapper: nn.Module, by_sdpa: frozenset[int], parts: Sequence[HookedPart] = ()
+    wrapper: nn.Module, by_sdpa: Sequence[nn.Module], parts: Sequence[HookedPart] = ()
 ) -> nn.Module:
     """Return a wrapper's module without any wrapper in it.
 
     Args:
         wrapper: the wrapper.
-        by_sdpa: the ids of the attention layers to run with SDPA.
+        by_sdpa: the attention layers to run with SDPA.
         parts: what calls a hook point, in place of a wrapper within the wrapper.
 
     Raises:
@@ -70,7 +71,7 @@ def unwrap_layer(
 
 class _Unwrapping:
     def __init__(
-        self, block: nn.Module, by_sdpa: frozenset[int], parts: Sequence[HookedPart]
+        self, block: nn.Module, by_sdpa: Sequence[nn.Module], parts: Sequence[HookedPart]
     ) -> None:
         self._by_sdpa = by_sdpa
         self._parts = {id(part.wrapped): part for part in parts}
@@ -135,7 +136,7 @@ class _Unwrapping:
             for name, child in module._modules.items()
         }
         attributes.update(attributes["_modules"])  # faster than `__getattr__`
-        if id(module) in self._by_sdpa:
+        if any(module is attention for attention in self._by_sdpa):
             # Copy the config, which other modules share.
             attributes["config"] = config = copy.copy(module.config)
             vars(config)["_attn_implementation_internal"] = "sdpa"
@@ -230,7 +231,7 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
     if package_of(kind) != "transformer_lens":
         raise NotPlain(f"it contains a {kind.__name__}, which is not TransformerLens's")
     for name, child in wrapper._modules.items():
-        if name in wrapper._hook_registry and type(child) is not HookPoint:
+        if name in wrapper._hook_registry and type(child) not in (HookPoint, UnusedHookPoint):
             raise NotPlain(f"its {name} is a {type(child).__name__}, not a HookPoint")
     if not all(is_wrapper(wrapper._modules.get(name)) for name in wrapper.submodules):
         raise NotPlain(f"a component of a {kind.__name__} is no wrapper of the Bridge")
