@@ -89,7 +89,7 @@ def draw(seed: int) -> Case:
     if placement:
         # Blocks of one device share masks and rotary tables, which on one CPU all do. README has
         # edits in place at a boundary.
-        never += "|rotary_[sc]|mask'|(_pre|_cos|_sin)', 'edit in place'|edit in place', 'bwd'"
+        never += "|rotary_[sc]|mask'|(resid_pre|_cos|_sin)', 'edit in place'|edit in place', 'bwd'"
     if padding == "left":  # because others would see a row that sees no token
         never += "|zero|bidirectional"
     if kind in ("mixtral", "olmoe"):  # because rounding decides which expert is chosen
