@@ -509,7 +509,7 @@ def test_caller_may_run_and_hook_the_model_between_results(model, batches):
 
 
 def test_a_run_in_flight_may_not_remove_the_models_hooks(model, batches):
-    """In a loop, later runs lack it."""
+    """In a loop, later runs lack them."""
     model.add_hook(LAST, double)
     removed = r"run 0 removed a hook that was on blocks\.4\..*max_in_flight=1"
     with pytest.raises(RuntimeError, match=removed):

@@ -59,6 +59,7 @@ class View(Generic[Module]):
 
     Attributes:
         model: the view itself.
+        hooked: the attributes of the hook points that had hooks when the view was made.
         is_captured: True if a function, partial or object of the user's, in a hook or attribute of
             the model, holds one of its modules: in a run, it would use that, not the view's.
     """
@@ -88,9 +89,7 @@ class View(Generic[Module]):
         self._always = [s for n, s in enumerate(self._states) if n == 0 or s.is_hooked]
         for state in self._always:
             state.note_contents()
-        self._handles = [
-            (state.attributes, _handles_of(state.attributes)) for state in self._always
-        ]
+        self.hooked = [state.attributes for state in self._always if state.is_hooked]
         self._config = getattr(viewed, "cfg", None)
         self._settings = dict(vars(self._config)) if self._config else {}
 
@@ -122,14 +121,6 @@ class View(Generic[Module]):
         now = vars(self._config) if self._config else {}
         return next((name for name in now if now[name] is not self._settings.get(name)), None)
 
-    def removed_hook(self) -> str | None:
-        """Return the name of a hook point that has lost one of the model's hooks, if any."""
-        for attributes, handles in self._handles:
-            now = _handles_of(attributes)
-            if any(handle not in now for handle in handles):
-                return str(attributes["name"])
-        return None
-
     def kept_setting(self) -> str | None:
         """Return the weight, or the attribute of a module, that a run has set, if any.
 
@@ -138,12 +129,6 @@ class View(Generic[Module]):
         # Other objects are TransformerLens's own, such as an OPT's conversions of its activations.
         modules = (s for s in self._states if issubclass(s.kind, nn.Module))
         return self._undone or next(filter(None, (s.kept_setting() for s in modules)), None)
-
-
-def _handles_of(attributes: dict[str, object]) -> list[object]:
-    """Return the hooks of a hook point, given its attributes; anything else has none."""
-    lists = [attributes.get(name, ()) for name in ("fwd_hooks", "bwd_hooks")]
-    return list(itertools.chain.from_iterable(map(contents_of, lists)))
 
 
 @patches("HookPoint", takes="self", why="a view's hook points keep their contexts")

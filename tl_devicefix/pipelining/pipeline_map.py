@@ -197,6 +197,7 @@ def _pipelined(
     def work(number: int, item: Item, viewed: tuple[View[Model], Streams]) -> Result:
         view, streams = viewed
         this_run = Run(number, queue, streams)
+        hooks = [_users_hooks([attributes]) for attributes in view.hooked]
         try:
             with running(this_run), RefuseShared(this_run, pauses):
                 result = run(view.model, item)
@@ -205,11 +206,13 @@ def _pipelined(
                     f"cfg.{name} was changed during run {number}, but all runs share the config: "
                     f"set it before, or {ONE_AT_A_TIME}"
                 )
-            if (name := view.removed_hook()) is not None:
-                raise RuntimeError(
-                    f"run {number} removed a hook that was on {name} before, but the other runs "
-                    f"keep it: remove it before (model.reset_hooks()), or {ONE_AT_A_TIME}"
-                )
+            for attributes, before in zip(view.hooked, hooks, strict=True):
+                if not before <= _users_hooks([attributes]):
+                    raise RuntimeError(
+                        f"run {number} removed a hook that was on {attributes['name']} before, but "
+                        "the other runs keep it: remove it before (model.reset_hooks()), or "
+                        f"{ONE_AT_A_TIME}"
+                    )
             return result
         finally:
             view.restore()
