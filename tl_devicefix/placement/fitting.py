@@ -37,10 +37,11 @@ def check_fit(placement: Placement, max_memory: MaxMemory | None) -> None:
     if over:
         if held:
             over.append(f"where earlier models hold {gib(held)} until you `del` them")
+        offload = ", or offload blocks: name 'cpu' in max_memory or device_map"
+        is_offloaded = any(component.offloaded for component in placement.components)
         raise ValueError(
             f"the weights do not fit: {', '.join(over)}; use more devices, a larger max_memory or "
-            "a smaller dtype, put less there in device_map, or offload blocks: name 'cpu' in "
-            "max_memory or device_map"
+            f"a smaller dtype, put less there in device_map{'' if is_offloaded else offload}"
         )
 
 
