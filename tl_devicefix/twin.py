@@ -59,20 +59,12 @@ _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
 
 @dataclass(frozen=True)
 class Twin:
-    """The tiny model of a check, made by transformers.
+    """The tiny model of a check, made by transformers."""
 
-    Attributes:
-        hf_model: a small model with random weights, in float32 on the CPU.
-        layers: the large model's layers that it keeps: the first layer of each kind, at most six,
-            and at least two if there are two.
-        windows: the large model's sliding window -> the tiny model's.
-        n_ctx: how many tokens it is run on.
-    """
-
-    hf_model: PreTrainedModel
-    layers: Sequence[int]
-    windows: dict[int, int]
-    n_ctx: int
+    hf_model: PreTrainedModel  # with random weights, in float32 on the CPU
+    layers: Sequence[int]  # the large model's layers that it keeps: see `_layers`
+    windows: dict[int, int]  # the large model's sliding window -> the tiny model's
+    n_ctx: int  # how many tokens it is run on
 
     @staticmethod
     def of(

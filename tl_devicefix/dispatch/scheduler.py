@@ -284,19 +284,12 @@ class RunAhead:
 
 
 class _Context(NamedTuple):
-    """A thread's run, what the run may not use, and the hook points that it has hooked.
+    """A thread's run, what the run may not use, and the hook points that it has hooked."""
 
-    Attributes:
-        run: the run in flight; None outside of runs, and in runs that do not overlap.
-        ahead: the run that this thread launches ahead; None outside of one, and in its hooks.
-        refused: the models and hook points that the run may not use: it was given a view of them.
-        hooked: the hook points that were hooked within `removing_hooks`, each with the handles
-            that it had before; None outside.
-    """
-
-    run: Run | None = None
-    ahead: RunAhead | None = None
-    refused: frozenset[nn.Module] = frozenset()
+    run: Run | None = None  # the run in flight; None in runs that do not overlap
+    ahead: RunAhead | None = None  # the run that this thread launches ahead; None in its hooks
+    refused: frozenset[nn.Module] = frozenset()  # models and hook points of which it has a view
+    # Those hooked within `removing_hooks`, each with the handles that it had before
     hooked: dict[HookPoint, tuple[LensHandle, ...]] | None = None
 
 

@@ -27,7 +27,7 @@ types that can be sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -68,89 +68,56 @@ class EntryState:
     1. Home sends keys and values; for those that only the worker has, each one's `KeptTensor`.
     2. The worker builds an entry from it, and the block appends to that entry.
     3. The worker keeps the new tensors; home's entry gets `RemoteTensor`s for them.
-
-    Attributes:
-        kind: its class.
-        attributes: its tensors, and its attributes that are plain values.
-        is_in_cache: True if the block is given transformers' cache, with this as its layer.
-        new: the number under which the worker keeps its tensors once it has grown.
     """
 
-    kind: type
-    attributes: dict[str, object]
-    is_in_cache: bool
-    new: int
+    kind: type  # its class
+    attributes: dict[str, object]  # its tensors, and its attributes that are plain values
+    is_in_cache: bool  # True if the block is given transformers' cache, with this as its layer
+    new: int  # the number under which the worker keeps its tensors once it has grown
 
 
 @dataclass
 class StepRequest:
-    """One block of a run.
+    """One block of a run."""
 
-    Attributes:
-        layer: the block's index.
-        arguments: its arguments after the residual stream, by position and by name.
-        taps: hook point -> the kinds of its hooks ("fwd", "bwd").
-        cached: hook point -> the number to keep its activation under. Its hooks only look.
-        is_fused: True if it runs fused.
-        has_mlp_in: a Bridge's setting that is in no config; None if it is not set.
-        config: path of a module with a config -> the settings in it that have been changed.
-    """
-
-    layer: int
-    arguments: tuple[list[object], dict[str, object]]
-    taps: dict[str, list[str]]
-    cached: dict[str, int]
+    layer: int  # the block's index
+    arguments: tuple[list[object], dict[str, object]]  # after the stream: by position, by name
+    taps: dict[str, list[str]]  # hook point -> the kinds of its hooks ("fwd", "bwd")
+    cached: dict[str, int]  # hook point whose hooks only look -> the number to keep it under
     is_fused: bool
-    has_mlp_in: bool | None
-    config: dict[str, dict[str, object]]
+    has_mlp_in: bool | None  # a Bridge's setting that is in no config; None if it is not set
+    config: dict[str, dict[str, object]]  # path of a module with a config -> changed settings
 
 
 @dataclass
 class RunRequest:
-    """A run of blocks, one after the other.
+    """A run of blocks, one after the other."""
 
-    Attributes:
-        run, model: their numbers.
-        x: the residual stream.
-        steps: the blocks.
-        leaves: the positions, among x and all arguments, of the tensors that get gradients.
-        has_graph: True if gradients are enabled.
-        settings: home's values of torch's settings that change results.
-        facts: facts about the model's forward that its blocks need (`FACTS`).
-    """
-
-    run: int
-    model: int
-    x: Float[torch.Tensor, "batch pos d_model"]
+    run: int  # its number
+    model: int  # the number of the model
+    x: Float[torch.Tensor, "batch pos d_model"]  # the residual stream
     steps: list[StepRequest]
-    leaves: list[int]
-    has_graph: bool
-    settings: list[Any]
-    facts: object
+    leaves: list[int]  # the positions, among x and all arguments, of tensors that get gradients
+    has_graph: bool  # True if gradients are enabled
+    settings: list[Any]  # home's values of torch's settings that change results
+    facts: object  # about the model's forward, which its blocks need (`FACTS`)
 
 
 @dataclass
 class Reply:
-    """A run that is paused at a tap of a step, or has ended.
+    """A run that is paused at a tap of a step, or has ended."""
 
-    Attributes:
-        step: the index of the block in the run.
-        tap: the hook point; "" at the end.
-        value: the activation, or what the last block returned; None if home has the tensor.
-        same_as: if home has the tensor, its index among those that both sides have: x, and then
-            the activation of each tap.
-        has_graph: True if the value has a graph on the worker.
-        cached: step, hook point and tensor of each activation kept since the last reply.
-        grown: step and attributes of each entry of a KV cache that has grown since then.
-    """
-
-    step: int
-    tap: str
-    value: Output | None
+    step: int  # the index of the block in the run
+    tap: str  # the hook point; "" at the end
+    value: Output | None  # the activation, or the last block's output; None if home has the tensor
     same_as: int | None
-    has_graph: bool
-    cached: list[tuple[int, str, KeptTensor]] = field(default_factory=list)
-    grown: list[tuple[int, dict[str, object]]] = field(default_factory=list)
+    """If home has the tensor, its index among those that both sides have: x, and then the
+    activation of each tap."""
+    has_graph: bool  # True if the value has a graph on the worker
+    # Since the last reply: step, hook point and tensor of each activation that was kept, and step
+    # and attributes of each entry of a KV cache that has grown.
+    cached: list[tuple[int, str, KeptTensor]]
+    grown: list[tuple[int, dict[str, object]]]
 
 
 for _kind in (EntryState, StepRequest, RunRequest, Reply):

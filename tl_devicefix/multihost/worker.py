@@ -176,17 +176,11 @@ class _Ended(BaseException):  # not an Exception: a block may catch those
 
 @dataclass
 class _GraphPart:
-    """A run's computation from its start, or from a reply, to the next reply.
+    """A run's computation from its start, or from a reply, to the next reply."""
 
-    Attributes:
-        leaves: its inputs that get gradients.
-        edge: the place of its value in the graph; None if the value needs no gradient.
-        device: the device of its value.
-    """
-
-    leaves: list[torch.Tensor]
-    edge: GradientEdge | None = None
-    device: torch.device | None = None
+    leaves: list[torch.Tensor]  # its inputs that get gradients
+    edge: GradientEdge | None = None  # of its value; None if that needs no gradient
+    device: torch.device | None = None  # of its value
 
 
 class _PausableRun:

@@ -195,17 +195,11 @@ def forget_fused(bridge: TransformerBridge) -> None:
 
 
 class BoundWrapper:
-    """transformers' own module within a wrapper, and the hooks around and within it.
+    """transformers' own module within a wrapper, and the hooks around and within it."""
 
-    Attributes:
-        layer: the module without wrappers; None if it may not run.
-        why: the reason why it may not run; None if it may.
-        config: the attention's transformers config, if TransformerLens's own attention can read
-            masks for SDPA; None otherwise.
-    """
-
-    layer: Any = None
-    why: str | None = None
+    layer: Any = None  # the module without wrappers; None if it may not run
+    why: str | None = None  # the reason why it may not run; None if it may
+    # The attention's, if TransformerLens's own attention can read masks for SDPA
     config: PretrainedConfig | None = None
     _hookable: frozenset[str] = frozenset()  # hook points that are called with the layer
     _hooked_layer: Any = None  # the same, with hook points on its parts
