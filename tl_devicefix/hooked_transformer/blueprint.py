@@ -29,41 +29,6 @@ from tl_devicefix.twin import OnMismatch
 HookedConfigOrName = HookedTransformerConfig | str | os.PathLike[str]
 
 
-class HookedGeneration:
-    """Generating with TransformerLens's KV cache, from prompts of `seq_len` tokens."""
-
-    def __init__(self, model: HookedTransformer, batch_size: int, seq_len: int) -> None:
-        self._model = model
-        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
-        # Otherwise TransformerLens would make a mask with the tokenizer.
-        self._mask = torch.ones_like(self._tokens)
-        # TransformerLens 3 renamed the class.
-        in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
-        kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
-        self._kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
-
-    def prompt(self) -> None:
-        """Run the prompt, which fills the KV cache."""
-        self._model(self._tokens, past_kv_cache=self._kv_cache, attention_mask=self._mask)
-
-    def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as if this many tokens had been run."""
-        for entry in self._kv_cache.entries:
-            for name in ("past_keys", "past_values"):
-                cached = getattr(entry, name)
-                batch, _, *heads = cached.shape  # [batch, pos, kv_head, d_head]
-                setattr(entry, name, cached.new_empty(batch, length, *heads))
-            drop_room(entry)
-        mask = self._kv_cache.previous_attention_mask  # [batch, pos]
-        self._kv_cache.previous_attention_mask = mask.new_ones(mask.shape[0], length)
-
-    def last_token(self) -> None:
-        """Run one more token."""
-        token, mask = self._tokens[:, :1], self._mask[:, :1]
-        self._model(token, past_kv_cache=self._kv_cache, attention_mask=mask)
-        del self._tokens, self._mask  # so that only the KV cache is still held
-
-
 class HookedBlueprint:
     """A HookedTransformer as `from_pretrained` would load it."""
 
@@ -117,7 +82,26 @@ class HookedBlueprint:
         """Return 0: a load needs no CPU memory beyond the offloaded blocks."""
         return 0
 
-    generation = HookedGeneration
+    @staticmethod
+    def generate(model: HookedTransformer, batch_size: int, seq_len: int, n_cached: int) -> None:
+        """Run a prompt, and then one token with a KV cache of `n_cached` tokens."""
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=model.cfg.device)
+        mask = torch.ones_like(tokens)  # otherwise TransformerLens would make one by the tokenizer
+        # TransformerLens 3 renamed the class.
+        in_2 = getattr(transformer_lens, "HookedTransformerKeyValueCache", None)
+        kv_cache_class = in_2 or transformer_lens.TransformerLensKeyValueCache
+        kv_cache = kv_cache_class.init_cache(model.cfg, model.cfg.device, batch_size)
+        model(tokens, past_kv_cache=kv_cache, attention_mask=mask)
+        # No name may keep a tensor that the KV cache no longer has.
+        kv_cache.previous_attention_mask = kv_cache.previous_attention_mask.new_ones(
+            batch_size, n_cached
+        )
+        for entry in kv_cache.entries:
+            batch, _, *heads = entry.past_keys.shape  # [batch, pos, kv_head, d_head]
+            entry.past_keys = entry.past_keys.new_empty(batch, n_cached, *heads)
+            entry.past_values = entry.past_values.new_empty(batch, n_cached, *heads)
+            drop_room(entry)
+        model(tokens[:, :1], past_kv_cache=kv_cache, attention_mask=mask[:, :1])
 
 
 def option_names(config_or_model_name: HookedConfigOrName) -> Sequence[str]:

@@ -316,12 +316,9 @@ def _run(job: Job, blueprint: Blueprint, model: Model) -> object:
             kept = _run_forward(job, model)
     if job.max_new_tokens:
         with torch.no_grad():
-            shape = job.batch_size, job.seq_len
-            generation = blueprint.generation(model, *shape)  # type: ignore[arg-type]
-            generation.prompt()
             # Skip to the last token: with a full KV cache, memory is largest there.
-            generation.skip_to(job.seq_len + job.max_new_tokens - 1)
-            generation.last_token()
+            n_cached = job.seq_len + job.max_new_tokens - 1
+            blueprint.generate(model, job.batch_size, job.seq_len, n_cached)  # type: ignore[arg-type]
     return kept
 
 

@@ -40,54 +40,6 @@ OPTIONS = ("n_ctx", "hf_config_overrides")
 """Options of `boot_transformers` on which the config depends."""
 
 
-class BridgeGeneration:
-    """Generates with transformers' KV cache, as `TransformerBridge.generate` does."""
-
-    def __init__(self, bridge: TransformerBridge, batch_size: int, seq_len: int) -> None:
-        self._bridge = bridge
-        hf_model: Any = bridge.original_model
-        self._tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=bridge.cfg.device)
-        self._kv_cache = DynamicCache(config=hf_model.config)
-        self._length = seq_len
-        takes = inspect.signature(hf_model.forward).parameters
-        # The argument that takes the KV cache; transformers 5.24 names it `cache` in every model.
-        names = (name for name in ("cache", "cache_params") if name in takes)
-        self._cached = {next(names, "past_key_values"): self._kv_cache, "use_cache": True}
-
-    def prompt(self) -> None:
-        """Run the prompt, which fills the KV cache."""
-        self._bridge(self._tokens, **self._cached)
-
-    def skip_to(self, length: int) -> None:
-        """Make the KV cache as long as if this many tokens had been run."""
-        layers: Any = self._kv_cache.layers
-        for layer in layers:
-            if getattr(layer, "keys", None) is None:
-                continue  # a state space model's state does not grow
-            n_kept = length
-            if getattr(layer, "is_sliding", False):  # a window keeps the last tokens only
-                n_kept = min(length, layer.sliding_window - 1)
-                layer.cumulative_length = length
-            for name in ("keys", "values"):
-                tensor = getattr(layer, name)
-                batch, heads, _, width = tensor.shape  # [batch, key_value_head, pos, d_head]
-                setattr(layer, name, tensor.new_empty(batch, heads, n_kept, width))
-        self._length = length
-
-    def last_token(self) -> None:
-        """Run one more token."""
-        token = self._tokens[:, :1]
-        where = {
-            "attention_mask": token.new_ones(token.shape[0], self._length + 1),
-            "position_ids": torch.full_like(token, self._length),
-        }
-        # A model without attention takes no mask and no positions.
-        layers: Any = self._kv_cache.layers
-        attends = any(getattr(layer, "keys", None) is not None for layer in layers)
-        self._bridge(token, **self._cached, **(where if attends else {}))
-        del self._tokens  # only the KV cache should stay in memory
-
-
 class BridgeBlueprint:
     """A Bridge as `boot_transformers` would boot it, not in compatibility mode."""
 
@@ -194,7 +146,38 @@ class BridgeBlueprint:
         experts = (w.nbytes for name, w in weights if "expert" in name and w.dim() == 3)
         return max(experts, default=0)
 
-    generation = BridgeGeneration
+    @staticmethod
+    def generate(bridge: TransformerBridge, batch_size: int, seq_len: int, n_cached: int) -> None:
+        """Run a prompt, and then one token with a KV cache of `n_cached` tokens.
+
+        Both run as in `TransformerBridge.generate`, with transformers' KV cache.
+        """
+        hf_model: Any = bridge.original_model
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.long, device=bridge.cfg.device)
+        kv_cache = DynamicCache(config=hf_model.config)
+        takes = inspect.signature(hf_model.forward).parameters
+        # The argument that takes the KV cache; transformers 5.24 names it `cache` in every model.
+        names = (name for name in ("cache", "cache_params") if name in takes)
+        cached = {next(names, "past_key_values"): kv_cache, "use_cache": True}
+        bridge(tokens, **cached)
+        # A state space model's state does not grow.
+        layers: list[Any] = [x for x in kv_cache.layers if getattr(x, "keys", None) is not None]
+        for layer in layers:
+            n_kept = n_cached
+            if getattr(layer, "is_sliding", False):  # a window keeps the last tokens only
+                n_kept = min(n_cached, layer.sliding_window - 1)
+                layer.cumulative_length = n_cached
+            for name in ("keys", "values"):  # no name may keep a tensor that the layer has no more
+                batch, heads, _, width = getattr(layer, name).shape  # [batch, kv_head, pos, d_head]
+                shape = batch, heads, n_kept, width
+                setattr(layer, name, getattr(layer, name).new_empty(shape))
+        token = tokens[:, :1]
+        where = {
+            "attention_mask": token.new_ones(batch_size, n_cached + 1),
+            "position_ids": torch.full_like(token, n_cached),
+        }
+        # A model without attention takes no mask and no positions.
+        bridge(token, **cached, **(where if layers else {}))
 
 
 def _hf_config(config_or_model_name: object) -> PretrainedConfig:
