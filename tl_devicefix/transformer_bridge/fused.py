@@ -50,8 +50,8 @@ from tl_devicefix.transformer_bridge.unwrapping import (
     HOOKABLE,
     HookedPart,
     NotPlain,
+    Unwrapping,
     is_wrapper,
-    unwrap_layer,
 )
 
 SINCE = Version("4.dev0")
@@ -216,7 +216,7 @@ class BoundWrapper:
         self._listeners = Listeners(wrapper, named, self._are_harmless)
         try:
             self._by_sdpa = self._check_attention() if wrapper.is_list_item else []
-            self.layer = unwrap_layer(wrapper, self._by_sdpa)
+            self.layer = Unwrapping(wrapper, self._by_sdpa).layer
         except NotPlain as reason:
             self.why = str(reason)
 
@@ -235,7 +235,7 @@ class BoundWrapper:
         if self._hooked_layer is None:
             parts = [HookedPart(*part, self._listeners) for part in _parts(self._wrapper)]
             try:
-                self._hooked_layer = unwrap_layer(self._wrapper, self._by_sdpa, parts)
+                self._hooked_layer = Unwrapping(self._wrapper, self._by_sdpa, parts).layer
             except NotPlain:
                 self._hookable -= {"part"}
                 return False

@@ -53,25 +53,17 @@ def is_wrapper(module: nn.Module | None) -> TypeGuard[GeneralizedComponent]:
     return isinstance(module, GeneralizedComponent)
 
 
-def unwrap_layer(
-    wrapper: nn.Module, by_sdpa: Sequence[nn.Module], parts: Sequence[HookedPart] = ()
-) -> nn.Module:
-    """Return a wrapper's module without any wrapper in it.
+class Unwrapping:
+    """Rebuilds a wrapper's `layer`; raises NotPlain if it would compute something else.
 
     Args:
-        wrapper: the wrapper.
+        block: the wrapper, usually a block.
         by_sdpa: the attention layers to run with SDPA.
-        parts: what calls a hook point, in place of a wrapper within the wrapper.
-
-    Raises:
-        NotPlain: if the module would compute something other than the wrapper.
+        parts: what calls a hook point, in place of a wrapper within the block.
     """
-    return _Unwrapping(wrapper, by_sdpa, parts).layer
 
-
-class _Unwrapping:
     def __init__(
-        self, block: nn.Module, by_sdpa: Sequence[nn.Module], parts: Sequence[HookedPart]
+        self, block: nn.Module, by_sdpa: Sequence[nn.Module], parts: Sequence[HookedPart] = ()
     ) -> None:
         self._by_sdpa = by_sdpa
         self._parts = {id(part.wrapped): part for part in parts}
