@@ -1,23 +1,8 @@
 """`Around`: one protocol for everything that wraps a module's forward.
 
-A call of blocks.8, which lives on cuda:1:
-
-    CarryTo.pre_forward       brings the arguments to cuda:1    a torch forward pre-hook
-      users' pre-hooks        see them on cuda:1
-        SkipBlock.forward     returns a known output, or        the instance's `forward`
-        StopAfter.forward     passes the output on, and ends the forward
-          OffloadedForward    copies the weights in, and removes the copies
-            the class's forward: TransformerLens's, a fused block's, or a remote block's
-      BringHome.post_forward  brings the output home            a torch forward hook
-      users' hooks            see the output
-
-Blocks have no `BringHome`: the residual stream stays on their device. `PinnedModule.forward` wraps
-modules that users put into a component, and `OffloadedPart.forward` those with weights in an
-offloaded block. `AlibiOnDevice.pre_forward` makes a block's ALiBi table on its device.
-
-Fused and remote blocks need no `Around`: their class has another forward, and copies and pickles
-keep the class. A dry run adds plain torch hooks, which note the running component even if a
-pre-hook fails.
+docs/architecture.md ("A forward") draws a block's call, with all that is around it. Fused and
+remote blocks need no `Around`: their class has another forward, and copies and pickles keep the
+class. A dry run adds plain torch hooks, which note the running component even if a pre-hook fails.
 """
 
 from __future__ import annotations

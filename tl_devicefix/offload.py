@@ -6,10 +6,8 @@ While one block computes, the next one's weights are copied, so a device holds t
     is copied    block 1 ->   block 2 ->   block 3 ->
     is there     0, 1         1, 2         2, 3
 
-`OffloadedForward` replaces a block's parameters with copies before its forward, and restores them
-after it, even after an error. `OffloadedPart` does so for a part of a block that is called by
-itself, such as to recompute it in backward. `Prefetch` knows the order in which one forward runs
-its blocks. A hook that runs another block or forward needs memory for further copies.
+A part of a block may also be called by itself, such as to recompute it in backward. A hook that
+runs another block or forward needs memory for further copies.
 
 Where a device has streams, copies run on a separate one, into memory allocated on the computing
 stream, which waits for a block's copies before the block runs. Autograd keeps host parameters

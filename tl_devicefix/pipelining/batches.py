@@ -1,11 +1,6 @@
 """Several runs of a sweep as one forward: each run has its own rows of the batch.
 
-Three runs of a prompt `[1, pos]`, one hook each:
-
-    rows     hooks
-    0        of run 0
-    1        of run 1
-    2        of run 2
+Of three runs of two prompts, the hooks of run 1 see rows 2 and 3 of `[6, pos, ...]`.
 """
 
 from __future__ import annotations

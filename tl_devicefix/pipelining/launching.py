@@ -1,10 +1,6 @@
 """Runs of one model that are launched one after the other, before earlier ones have been computed.
 
-The host launches a run's operations, and the devices compute them later. Four runs on two devices:
-
-    host     run 0, 1, 2, 3
-    cuda:0     run 0   run 1   run 2   run 3
-    cuda:1             run 0   run 1   run 2   run 3
+The host launches a run's operations, and the devices compute them later: see `RunAhead`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """`pipeline_map`: many runs of one model at the same time, each device busy with a different run.
 
-Two devices, four runs; a run waits at a device until the run before it has left:
-
-    cuda:0   run 0   run 1   run 2   run 3
-    cuda:1           run 0   run 1   run 2   run 3
+`dispatch/scheduler.py` draws how runs take turns.
 """
 
 from __future__ import annotations
