@@ -162,10 +162,7 @@ def refuse_changed(name: str | None) -> None:
 class PrefetchedWeight:
     """A weight on a device, which takes the place of a parameter in host memory.
 
-    Args:
-        place: the parameter.
-        state: its state before it was copied.
-        copy: the values, which arrive later.
+    `state` is the parameter's, from before it was copied. The values arrive in `copy` later.
     """
 
     def __init__(self, place: Place, state: tuple[object, ...], copy: torch.Tensor) -> None:

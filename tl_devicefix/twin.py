@@ -85,9 +85,6 @@ class Twin:
             attn_types: each layer's kind of attention in TransformerLens's config, if it has one.
             window: the sliding window in TransformerLens's config.
             has_positions: True if positions are learned, so that their number can be shrunk.
-
-        Raises:
-            ValueError: if the tiny model is too large to be made for each load.
         """
         config: Any = copy.deepcopy(getattr(hf_config, "text_config", hf_config))
         if "long_factor" in _rope_settings(config):  # longer texts get other rotary frequencies
@@ -248,15 +245,11 @@ def check_numbers(
     Args:
         measure: makes the tiny model, and returns its difference from transformers.
         called: the model, as the message calls it.
-        on_mismatch: "warn", "refuse" or "ignore"; None takes the environment variable
-            TL_DEVICEFIX_ON_MISMATCH, or "warn".
+        on_mismatch: see `chosen_action`.
         advice: what to do about a difference.
 
     Returns:
         The warning; None if there was none, or if the tiny model could not be made.
-
-    Raises:
-        ValueError: if `on_mismatch` is none of the three, or is "refuse" and the numbers differ.
     """
     choice = chosen_action(on_mismatch)
     difference = None if choice == "ignore" else _measured(measure, called)

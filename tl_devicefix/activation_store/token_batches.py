@@ -154,14 +154,9 @@ def _batches(
 
 
 class Groups:
-    """The rows of an activation in all shards, in groups of blocks; a row is a token or an example.
+    """The rows of an activation in all shards, in groups of blocks, of which three are in memory.
 
-    Args:
-        stored: the activation.
-        by_token: True if stored examples are `[pos, ...]`: then a row is a token.
-        group_bytes: the size of a group, of which three are in memory.
-        shuffle: False for the order on disk.
-        seed: the seed of the order.
+    A row is an example or, if `by_token` says that stored examples are `[pos, ...]`, a token.
     """
 
     def __init__(

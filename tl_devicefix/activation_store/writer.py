@@ -66,13 +66,8 @@ def _download_stream(device: torch.device) -> torch.Stream:
 class Writer:
     """A thread that writes batches in order to shards, and adds each shard to the index.
 
-    It keeps at most two shards in host memory, one being written and one filling, plus the batches
+    It keeps at most two shards in host memory, one being written and one filling, plus `n_batches`
     in flight.
-
-    Args:
-        directory: the directory to write to.
-        index: the index on disk; shards are added after its last one.
-        n_batches: the number of batches to have room for besides two shards.
     """
 
     def __init__(self, directory: Path, index: Index, n_batches: int) -> None:

@@ -108,9 +108,6 @@ def check_report(
         kwargs: the arguments of `from_pretrained` that say where its files are.
         model: the loaded model.
         refuse_unexpected: True to also refuse tensors that the model has no place for.
-
-    Raises:
-        ValueError: naming the tensors that are missing, have another shape, or are refused.
     """
     missing = {name for name in report.get("missing_keys", ()) if not _UNREAD.search(name)}
     unexpected = report.get("unexpected_keys", ()) if refuse_unexpected else ()

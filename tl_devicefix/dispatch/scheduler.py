@@ -216,9 +216,7 @@ class RunAhead:
         cuda:1                            run 0   run 1   run 2   run 3
         home, streams of runs                     0       1       2       3
 
-    Args:
-        home: the first device.
-        last: modules that run after the blocks, on the first device.
+    `last` are the modules that run after the blocks, on the first device.
     """
 
     def __init__(self, home: torch.device, last: frozenset[nn.Module]) -> None:

@@ -51,11 +51,7 @@ class View(Generic[Module]):
 
     Parameters, buffers, config, placement and whatever else holds no module are the same objects;
     the tokenizer is a copy. A view has the model's hooks, in their order, and calls them with its
-    own hook points. No `__init__` is called.
-
-    Args:
-        viewed: the model, or another module.
-        builder: a new one, which knows the counterparts afterwards.
+    own hook points. No `__init__` is called. `builder` knows the counterparts afterwards.
 
     Attributes:
         model: the view itself.

@@ -54,11 +54,8 @@ def rotated_keys(
 ) -> Heads:
     """Rotate the keys that `append` returned, each only once.
 
-    Args:
-        entry: the block's entry.
-        keys: all keys.
-        tables: `state_of` each rotary table. If one changes, or for None, all keys are rotated.
-        rotate: takes keys and the position of the first one.
+    `rotate` takes keys and the position of the first one. `tables` are the `state_of` each rotary
+    table. If one changes, or for None, all keys are rotated.
     """
     allocated = vars(entry).get(_PREALLOCATED)
     if allocated is None or allocated.keys is not keys or tables is None:

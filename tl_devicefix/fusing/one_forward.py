@@ -42,16 +42,11 @@ def cached_for_forward(
     device: torch.device,
     make: Callable[[], Made],
 ) -> Made:
-    """Return a value that is computed from some tensors once per forward.
+    """Return a value that `make` computes from some tensors, once per forward.
 
-    Each stream computes its own: it would not wait for another's. The value is computed again if
-    one of the tensors was modified in place, except inference tensors, which do not count that.
-
-    Args:
-        of: the tensors.
-        what: everything else that the value depends on.
-        device: the device of the value.
-        make: computes it.
+    `what` is everything else that it depends on. Each stream computes its own: it would not wait
+    for another's. The value is computed again if one of the tensors was modified in place, except
+    inference tensors, which do not count that.
     """
     cache, key = forward_cache(), (what, device, _stream_of(device), *map(state_of, of))
     if key not in cache:

@@ -187,13 +187,10 @@ _OTHER_CLASSES = {
 def _config_of_directory(
     path: str, kwargs: Options, on_hub: str | None = None, hf_config: PretrainedConfig | None = None
 ) -> HookedTransformerConfig:
-    """Return the config of a checkpoint directory.
+    """Return the config of a checkpoint directory; `kwargs` are as for `model_config`.
 
-    Args:
-        path: the directory.
-        kwargs: as for `model_config`.
-        on_hub: its name on the hub, if it was fetched.
-        hf_config: a live model's config, to use in place of the directory's.
+    `on_hub` is its name on the hub, if it was fetched; `hf_config` a live model's config, to use in
+    place of the directory's.
     """
     called, fetching = on_hub or path, hub_arguments(kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in fetching}

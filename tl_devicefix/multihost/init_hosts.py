@@ -144,14 +144,10 @@ def own_versions() -> dict[str, str]:
 
 
 class WorkerActor(Worker):
-    """The actor: a worker with all devices of its node.
-
-    Args:
-        n_threads: the driver's number of threads; Ray alone would give an actor one.
-    """
+    """The actor: a worker with all devices of its node."""
 
     def __init__(self, n_threads: int) -> None:
-        torch.set_num_threads(n_threads)
+        torch.set_num_threads(n_threads)  # the driver's number; Ray alone would give an actor one
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         indices = range(torch.accelerator.device_count())
         super().__init__([f"{accelerator.type}:{i}" for i in indices] if accelerator else ["cpu"])
@@ -191,13 +187,7 @@ def _unpacked(value: object) -> Any:
 
 
 class RayHost(Host):
-    """A node of a Ray cluster.
-
-    Args:
-        name: the host's name.
-        node_id: Ray's id of the node where the worker runs. The worker is never restarted.
-        n_gpus: the number of GPUs that Ray has there, all of which the worker gets.
-    """
+    """A node of a Ray cluster, whose worker gets all `n_gpus` that Ray has there."""
 
     def __init__(self, name: str, node_id: str, n_gpus: float) -> None:
         import ray

@@ -38,9 +38,6 @@ def loading_elsewhere(
 
     Yields:
         A dict from each block of another host to the part of the model on that host.
-
-    Raises:
-        ValueError: if `hf_model` is given, or a host's files differ.
     """
     places = {c.name: host_of(c.device) for c in placement.components if is_elsewhere(c.device)}
     if not places:

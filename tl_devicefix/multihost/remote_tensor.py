@@ -74,17 +74,13 @@ class RemoteTensor(TensorElsewhere):
         kept: object = None,
         strides: tuple[int, ...] | None = None,
     ) -> RemoteTensor:
-        """Make a tensor whose values `fetch` returns.
+        """Make a tensor whose values `fetch` returns, as a plain tensor at home (`device`).
 
         Args:
-            fetch: returns a plain tensor at home.
-            shape: the shape that it shows before it is fetched.
-            dtype: the dtype that it shows.
-            device: home.
+            fetch, shape, dtype, device: what it shows before it is fetched, and what fetches it.
             weight_is: where a weight is: "blocks.7.attn.W_Q is on node-b"; "" for other kinds.
             waits: True for the output of blocks that have not run, which may have a graph.
-            handle: see the class.
-            kept: see the class.
+            handle, kept: see the class.
             strides: the strides of the values; None if they are contiguous.
         """
         made = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=device)

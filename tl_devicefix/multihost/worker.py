@@ -63,11 +63,7 @@ def config_at(block: nn.Module, path: str) -> Any:
 
 
 class Worker:
-    """Holds and runs blocks.
-
-    Args:
-        devices: torch's names of this host's devices.
-    """
+    """Holds and runs blocks, on devices that have these names here."""
 
     differences = staticmethod(checkpoint_files.differences)
 

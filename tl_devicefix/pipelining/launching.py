@@ -46,13 +46,8 @@ def launch_all(
 ) -> Generator[Result, None, None]:
     """Yield `run(model, item)` for each item, in order; all run in this thread.
 
-    After an error, the results before it are yielded first.
-
-    Args:
-        model: a model that `may_launch_ahead`, whose blocks are all on this host.
-        home: its first device.
-        run: runs the model once, and returns its output.
-        n_ahead: the most runs launched but not yet yielded.
+    At most `n_ahead` runs are launched but not yet yielded. After an error, the results before it
+    are yielded first. The model is one that `may_launch_ahead`, with all blocks on this host.
     """
     last = _last_modules(model)
     runs_ahead = [RunAhead(home, last) for _ in range(n_ahead)]

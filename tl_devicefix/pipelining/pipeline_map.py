@@ -398,11 +398,8 @@ _OF_GRAD = {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
 class RefuseShared(OutsideBlocks):
     """A mode that raises if a run uses what all runs share, or goes on after the map has ended.
 
-    A model's own forward draws no random numbers outside of training, so it runs without the mode.
-
-    Args:
-        run: the run.
-        pauses: False if users' torch hooks or `forward`s run in the model's forward.
+    A model's own forward draws no random numbers outside of training, so it runs without the mode,
+    unless users' torch hooks or `forward`s run there: then `pauses` is False.
     """
 
     def __init__(self, run: Run, pauses: bool) -> None:

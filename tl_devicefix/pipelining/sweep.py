@@ -251,11 +251,8 @@ class _WithPoints:
     HookedTransformer looks at each for hooks to remove. For 80 blocks, this takes much of a run
     that skips most of them. Hooks get the model itself.
 
-    Args:
-        model: the model.
-        points: all of its hook points.
-        names: those that the run hooks.
-        hooked: those that had hooks before. The first run removes what an earlier run left.
+    `names` are those that the run hooks, of all `points`. `hooked` had hooks before: the first run
+    removes what an earlier run left.
     """
 
     def __init__(
@@ -303,11 +300,8 @@ def _checked(points: Mapping[str, HookPoint], number: int, run: Hooks) -> Hooks:
 class _Variables:
     """The variables of a generator of runs that hooks refer to, while these have not run.
 
-    A loop calls the hooks of a run before the generator goes on and changes its variables.
-
-    Args:
-        runs: the runs, perhaps a generator.
-        n_groups: how many groups of runs may be read before the first of them has ended.
+    A loop calls the hooks of a run before the generator goes on and changes its variables. Here,
+    `n_groups` of runs may be read before the first of them has ended.
     """
 
     def __init__(self, runs: Iterable[Hooks], n_groups: int) -> None:
@@ -480,14 +474,8 @@ class _ResidualStreams:
     outputs take more than `MAX_KEPT_BYTES`, it keeps those of every second block, or every third,
     and so on, besides the one in use. Then a run may recompute the blocks after the last kept one.
 
-    A forward costs more than its blocks, so the first one goes on to the last layer that will be
-    asked for.
-
-    Args:
-        model: the model.
-        tokens: the prompts.
-        arguments: of the forward.
-        last: the last layer that will be asked for; if unknown, that may be.
+    A forward costs more than its blocks, so the first one goes on to the last layer that will, or
+    may, be asked for.
     """
 
     def __init__(self, model: Model, tokens: Tokens, arguments: dict[str, Any], last: int) -> None:
@@ -501,11 +489,7 @@ class _ResidualStreams:
         self._asked = 0  # the block whose input is kept until the next one is asked for
 
     def before(self, layer: int) -> BlockOutput:
-        """Return the output of block `layer - 1`, on the device of block `layer` if there is one.
-
-        Args:
-            layer: 1 or more.
-        """
+        """Return the output of block `layer - 1`, on the device of the next block, if any."""
         if layer not in self._kept:
             stop = max(layer, self._last) if self._stride == 1 else layer
             self._go_on(max(filter(layer.__gt__, self._kept), default=0), layer, stop)

@@ -265,10 +265,8 @@ def parameter_bytes(module: nn.Module) -> list[int]:
 class SharedMemory:
     """Moves a module's parameters one by one; those that share memory still share it then.
 
-    A Bridge's `attn.q` and `attn.qkv`, for example, are views of one tensor.
-
-    Args:
-        module: the module. Other parameters are moved without the rest of their memory.
+    A Bridge's `attn.q` and `attn.qkv`, for example, are views of one tensor. Parameters of other
+    modules are moved without the rest of their memory.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -68,8 +68,7 @@ def use(placement: Placement) -> None:
 def devices_in_use(beside: torch.device | None = None) -> frozenset[torch.device]:
     """Return the devices of all placed models (and of their weights), and of `gather_on`.
 
-    Args:
-        beside: count only models that use this device.
+    With `beside`, only models that use this device count.
     """
     memories = (placement.here.memories for placement in placements_in_use())
     devices = frozenset(d for own in memories if beside is None or beside in own for d in own)

@@ -322,12 +322,10 @@ class _Activation(nn.Module):
 
 
 class _Joined(nn.Module):
-    """A fused projection rebuilt from the Bridge's split layers.
+    """A fused projection rebuilt from the Bridge's split layers: of Q, K and V, or gate and input.
 
-    Args:
-        parts: the layers of queries, keys and values, or of gate and input.
-        order: the permutation from the concatenated outputs to the original layout; None if it is
-            the identity.
+    `order` is the permutation from the concatenated outputs to the original layout; None if it is
+    the identity.
     """
 
     _order: torch.Tensor | None

@@ -77,11 +77,7 @@ class Steps:
         return steps
 
     def without_value_biases(self, beside: str) -> Steps:
-        """Return these steps without the folding of value biases, and warn.
-
-        Args:
-            beside: the part of attention that rules out the folding.
-        """
+        """Return these steps without the folding of value biases; warn that `beside` forbids it."""
         _log.warning(
             "fold_value_biases=True does not apply to attention with %s, where value biases add "
             "no constant: set to False",
@@ -103,10 +99,7 @@ def uses_layer_norm(cfg: Config) -> bool:
 def check_refactorable(cfg: Config, is_grouped: bool, beside: str | None) -> None:
     """Raise a ValueError if `refactor_factored_attn_matrices` cannot be applied.
 
-    Args:
-        cfg: the model's config.
-        is_grouped: True if heads share keys and values.
-        beside: the part of attention that rules out folding value biases, if there is one.
+    `beside` is the part of attention that rules out folding value biases, if there is one.
     """
     if cfg.positional_embedding_type == "rotary":
         raise ValueError(

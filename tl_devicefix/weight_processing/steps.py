@@ -112,11 +112,8 @@ _UNEMBEDDING = ("unembed.W_U", "unembed.b_U")
 def center_unembed_weights(head: Weights, means: Weights | None = None) -> None:
     """Centre "unembed.W_U" [d_model, d_vocab] and "unembed.b_U" [d_vocab] over the vocabulary.
 
-    Adding the same number to all logits does not change their softmax.
-
-    Args:
-        head: the weights.
-        means: those of `vocabulary_means`, if `head` is a slice of the vocabulary.
+    Adding the same number to all logits does not change their softmax. A slice of the vocabulary
+    needs the `vocabulary_means`.
     """
     if means is None:
         center(head, *_UNEMBEDDING)
