@@ -77,7 +77,7 @@ class RemoteTensor(TensorElsewhere):
         """Make a tensor whose values `fetch` returns, as a plain tensor at home (`device`).
 
         Args:
-            fetch, shape, dtype, device: what it shows before it is fetched, and what fetches it.
+            shape, dtype, device: what it shows before it is fetched.
             weight_is: where a weight is: "blocks.7.attn.W_Q is on node-b"; "" for other kinds.
             waits: True for the output of blocks that have not run, which may have a graph.
             handle, kept: see the class.

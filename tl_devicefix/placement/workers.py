@@ -41,8 +41,8 @@ def each_on_its_device(
     """Call `do` for each unit, in a thread for each device if there are several.
 
     After an error or an interrupt, units that have not begun are cancelled, and no thread is left.
-    If several units fail, the error of the first one is raised. `do` may be no closure: tracebacks
-    would keep its cells alive. `done` is called in this thread after each unit.
+    If several units fail, the error of the first one is raised. `do` must be no closure:
+    tracebacks would keep its cells alive. `done` is called in this thread after each unit.
     """
     distinct = dict.fromkeys(devices)
     if len(distinct) < 2:
