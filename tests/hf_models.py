@@ -59,13 +59,11 @@ def _nemotron_h() -> PretrainedConfig:
     )  # fmt: skip
 
 
-def _olmo_hybrid() -> PretrainedConfig:
-    kinds = ["linear_attention", "full_attention"]
-    return transformers.OlmoHybridConfig(
-        **GROUPED, layer_types=[kinds[layer % 2] for layer in range(N_LAYERS)],
-        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=4,
-        linear_value_head_dim=8,
-    )  # fmt: skip
+_LINEAR_HEADS = {
+    "layer_types": (["linear_attention", "full_attention"] * N_LAYERS)[:N_LAYERS],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    "linear_key_head_dim": 4, "linear_value_head_dim": 8,
+}
 
 
 HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
@@ -119,7 +117,10 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **GROUPED, **_HEADS, attn_layer_indices=[1, 3], mamba_chunk_size=4
     ),
     "nemotron-h": _nemotron_h,
-    "olmo-hybrid": _olmo_hybrid,
+    "olmo-hybrid": lambda: transformers.OlmoHybridConfig(**GROUPED, **_LINEAR_HEADS),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(
+        **GROUPED, **_LINEAR_HEADS, head_dim=8, mlp_only_layers=list(range(N_LAYERS))
+    ),
     # Sizes for bitsandbytes, whose CPU kernel takes multiples of 64. Mistral has Linear layers,
     # GPT-2 has Conv1D layers, whose weights are transposed.
     "wide mistral": lambda: transformers.MistralConfig(

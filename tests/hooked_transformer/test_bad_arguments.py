@@ -103,7 +103,10 @@ def test_hf_model_of_another_architecture_is_refused_naming_both(hf_models, load
 
 
 def test_a_checkpoint_that_cannot_be_converted_is_refused(tokenizer, tmp_path):
-    config = transformers.LlamaConfig(**GROUPED, head_dim=8)
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    config = transformers.LlamaConfig(
+        **GROUPED, head_dim=8, rope_parameters=scaling, rope_scaling=scaling
+    )
     directory = save_checkpoint(make_hf_model(config), tokenizer, tmp_path)
     with pytest.raises(ValueError, match=r"W_Q has shape .*, as TransformerLens reads it: try Tr"):
         HookedTransformer.from_pretrained(str(directory), device="cpu")

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 N_TOKENS = 16  # more than the window of a twin
 AS_INSTALLED = {
-    ("BitNetForCausalLM", True): "leaves out a norm",
+    ("BitNetForCausalLM", True): "leaves out a BitNetRMSNorm",
     **{
         (name, compatible): "has a mask of its own"
         for name in ("GPTNeoForCausalLM", "OpenAIGPTLMHeadModel")

@@ -128,9 +128,10 @@ def test_spread_state_space_model_gives_what_one_device_gives(name, load, on_one
 
 
 @pytest.mark.bridge
-def test_generation_with_a_cached_state_equals_without(load, tokens):
+@pytest.mark.parametrize("name", ["mamba", "qwen3-next"])
+def test_generation_with_a_cached_state_equals_without(name, load, tokens):
     """transformers 5.24 takes it by another name than a Bridge of TransformerLens 4.3 gives."""
-    bridge = load("mamba", device="cpu")
+    bridge = load(name, device="cpu")
     expected = bridge.generate(tokens, **GENERATING, use_past_kv_cache=False)
     assert_agrees(bridge.generate(tokens, **GENERATING, use_past_kv_cache=True), expected)
 

@@ -139,3 +139,13 @@ def with_kv_cache(
     if "cache" in kwargs and this_forward().is_cache_read:
         kwargs["past_key_values"] = kwargs.pop("cache")
     return original(self, *args, **kwargs)
+
+
+@_patches_kv_cache("GatedDeltaNetBridge", "forward", takes="self")
+def with_state(
+    original: Callable[..., _Result], self: Any, *args: object, **kwargs: object
+) -> _Result:
+    """Run transformers' layer, which reads the cache; the Bridge's own forward has none."""
+    if kwargs.get("cache") is not None and this_forward().is_cache_read:
+        return self._native_forward(*args, **kwargs)
+    return original(self, *args, **kwargs)

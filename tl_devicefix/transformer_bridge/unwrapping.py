@@ -232,9 +232,12 @@ def _check_wrapper(wrapper: GeneralizedComponent) -> None:
         # Such a module in place of `v` could be read as more heads.
         raise NotPlain(f"its {wrapper.name} ({type(own).__name__}) has no weight")
     if own is not None and getattr(wrapper, "_use_processed_weights", False):
-        parts = (part for part in own.children() if not is_wrapper(part))
-        if any(list(part.parameters()) and not isinstance(part, nn.Linear) for part in parts):
-            raise NotPlain(f"a {kind.__name__} with processed weights leaves out a norm")
+        # It reads its projections' weights, and calls no other module that has weights.
+        parts = (*own.children(), *(wrapper._modules[name] for name in wrapper.submodules))
+        for part in map(_innermost, parts):
+            if list(part.parameters()) and type(part).forward is not nn.Linear.forward:
+                called = type(part).__name__
+                raise NotPlain(f"a {kind.__name__} with processed weights leaves out a {called}")
 
 
 def _computes_itself(wrapper: GeneralizedComponent) -> bool:

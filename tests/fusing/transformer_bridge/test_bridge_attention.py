@@ -180,6 +180,17 @@ def parametrize_norm(block):
     parametrize.register_parametrization(norm, "weight", torch.nn.Tanh())
 
 
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def double_gate(block):  # a processed Bridge reads its weight, and does not call it
+    doubled = copy.copy(block.mlp.gate.original_component)
+    doubled.__class__ = Doubled
+    block.mlp.gate._original_component = doubled
+
+
 def activate_by(name):
     return lambda block: setattr(block.mlp.original_component, name, torch.nn.Tanh())
 
@@ -190,6 +201,7 @@ def activate_by(name):
     [
         *(("gpt2", False, squash_output), ("llama", False, squash_output)),
         *(("llama", False, parametrize_norm), ("llama", True, activate_by("act_fn"))),
+        *(("llama", folded, double_gate) for folded in (True, False)),
         *(("phi-3", folded, activate_by("activation_fn")) for folded in (True, False)),
     ],
 )
