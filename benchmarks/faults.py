@@ -27,6 +27,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -77,16 +78,20 @@ class Checkpoint:
 
     def hooked_transformer(self, name: str, official_name: str) -> Any:
         """Load it by its directory; TransformerLens alone takes official names only."""
-        from architectures import ALL_ARCHITECTURES, Architecture, load_hooked
+        from architectures import OFFICIAL_NAMES, SIZES_BY_NAME, load_hooked
         from transformer_lens import HookedTransformer
 
         if is_enabled():
             return HookedTransformer.from_pretrained(self.directory, device="cpu")
         read = transformers.AutoModelForCausalLM.from_pretrained(self.directory)
-        sizes = dict(ALL_ARCHITECTURES[name].sizes_by_name)
+        sizes = {**SIZES_BY_NAME.get(name, {})}
         sizes.pop("act_fn", None)  # the tests' value would hide the fault
-        like = Architecture(name, official_name, lambda: read.config, sizes)
-        return load_hooked(like, read, self.tokenizer, device="cpu")
+        with (
+            mock.patch.dict(OFFICIAL_NAMES, {name: official_name}),
+            mock.patch.dict(SIZES_BY_NAME, {name: sizes}),
+            mock.patch.dict(HF_CONFIGS, {name: lambda: read.config}),
+        ):
+            return load_hooked(name, read, self.tokenizer, device="cpu")
 
     def bridge(self) -> Any:
         """Boot a TransformerBridge with the old hook names, and without folding."""

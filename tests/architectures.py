@@ -8,10 +8,9 @@ TransformerLens finds the tiny config (see `configs_without_hub`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import transformers
@@ -29,7 +28,6 @@ from hf_models import (
 from model_classes import HookedTransformer
 from transformer_lens import HookedTransformerConfig
 from transformer_lens import loading_from_pretrained as tl_loading
-from transformers import PretrainedConfig, PreTrainedModel
 
 NO_PROCESSING = {
     "fold_ln": False,
@@ -46,16 +44,6 @@ PROCESSING: dict[str, dict[str, bool]] = {
 }
 
 
-class Architecture(NamedTuple):
-    """One kind of Hugging Face model that TransformerLens converts."""
-
-    official_name: str
-    """A model of this architecture that TransformerLens knows by name."""
-    hf_config: Callable[[], PretrainedConfig]
-    sizes_by_name: Mapping[str, Any] = MappingProxyType({})
-    """The tiny model's sizes, where TransformerLens takes them from the name alone."""
-
-
 _SIZES = {
     "n_layers": N_LAYERS, "d_model": D_MODEL, "n_heads": N_HEADS, "d_head": D_MODEL // N_HEADS,
     "d_mlp": D_MLP, "n_ctx": N_CTX, "d_vocab": D_VOCAB, "d_vocab_out": D_VOCAB,
@@ -64,81 +52,81 @@ _SIZES = {
 _GEMMA = {**_SIZES, "n_key_value_heads": N_KEY_VALUE_HEADS}
 _GEMMA |= {"d_head": 8, "rotary_dim": 8, "attn_scale": 8**0.5}
 _LOCAL = {"window_size": 4, "attn_types": ["local", "global", "local", "global", "local"]}
-_SIZES_BY_NAME = {
+SIZES_BY_NAME: dict[str, dict[str, Any]] = {
     "gemma-2": {**_GEMMA, **_LOCAL},
     "gemma-3": {**_GEMMA, **_LOCAL},
     "gemma": {**_GEMMA, "act_fn": "gelu_pytorch_tanh"},  # TransformerLens 3 says the exact gelu
     "olmo": _SIZES,
     "olmo-2": _SIZES,
+    "wide mistral": {"n_ctx": N_CTX},
+    "wide gpt2": {"n_ctx": N_CTX},
 }
-ALL_ARCHITECTURES = {
-    name: Architecture(official_name, HF_CONFIGS[name], _SIZES_BY_NAME.get(name, {}))
-    for name, official_name in {
-        "gpt2": "gpt2",
-        "llama": "01-ai/Yi-6B",  # TransformerLens hard-codes other Llamas' sizes
-        "qwen2": "Qwen/Qwen2-0.5B",
-        "pythia": "EleutherAI/pythia-70m",
-        "gemma-2": "google/gemma-2-2b",
-        "mixtral": "mistralai/Mixtral-8x7B-v0.1",
-        "bloom": "bigscience/bloom-560m",
-        "opt": "facebook/opt-125m",
-        "phi": "microsoft/phi-1",
-        "gpt-neo": "EleutherAI/gpt-neo-125M",
-        "gpt-j": "EleutherAI/gpt-j-6B",
-        "mistral": "mistralai/Mistral-7B-v0.1",
-        "qwen3": "Qwen/Qwen3-0.6B",
-        "phi-3": "microsoft/Phi-3-mini-4k-instruct",
-        "gemma": "google/gemma-2b",
-        "gemma-3": "google/gemma-3-1b-pt",
-        "olmo": "allenai/OLMo-1B-hf",
-        "olmo-2": "allenai/OLMo-2-0425-1B",
-        "olmoe": "allenai/OLMoE-1B-7B-0924",
-        "apertus": "swiss-ai/Apertus-8B-2509",
-        "gpt-oss": "openai/gpt-oss-20b",
-    }.items()
+"""The tiny models' sizes, where TransformerLens takes them from the name alone."""
+OFFICIAL_NAMES = {
+    "gpt2": "gpt2",
+    "llama": "01-ai/Yi-6B",  # TransformerLens hard-codes other Llamas' sizes
+    "qwen2": "Qwen/Qwen2-0.5B",
+    "pythia": "EleutherAI/pythia-70m",
+    "gemma-2": "google/gemma-2-2b",
+    "mixtral": "mistralai/Mixtral-8x7B-v0.1",
+    "bloom": "bigscience/bloom-560m",
+    "opt": "facebook/opt-125m",
+    "phi": "microsoft/phi-1",
+    "gpt-neo": "EleutherAI/gpt-neo-125M",
+    "gpt-j": "EleutherAI/gpt-j-6B",
+    "mistral": "mistralai/Mistral-7B-v0.1",
+    "qwen3": "Qwen/Qwen3-0.6B",
+    "phi-3": "microsoft/Phi-3-mini-4k-instruct",
+    "gemma": "google/gemma-2b",
+    "gemma-3": "google/gemma-3-1b-pt",
+    "olmo": "allenai/OLMo-1B-hf",
+    "olmo-2": "allenai/OLMo-2-0425-1B",
+    "olmoe": "allenai/OLMoE-1B-7B-0924",
+    "apertus": "swiss-ai/Apertus-8B-2509",
+    "gpt-oss": "openai/gpt-oss-20b",
+    "wide mistral": "mistralai/Mistral-7B-v0.1",
+    "wide gpt2": "gpt2",
 }
-"""What TransformerLens converts; every version has the first nine."""
+"""Tiny model -> one of its architecture that TransformerLens knows; always the first nine."""
 
 
 @contextlib.contextmanager
-def configs_without_hub(architecture: Architecture) -> Iterator[None]:
-    """Within the context, the architecture's official name has the tiny model's config.
+def configs_without_hub(name: str) -> Iterator[str]:
+    """Within the context, the official name, which this gives, has the tiny model's config.
 
     It replaces only what TransformerLens fetches, `AutoConfig`, and the sizes that TransformerLens
     hard-codes for names whose configs are not public.
     """
     fetch, configure = tl_loading.AutoConfig.from_pretrained, tl_loading.get_pretrained_model_config
 
-    def fetched(name: Any, **kwargs: Any) -> Any:
-        if str(name) != architecture.official_name:
-            return fetch(name, **kwargs)
-        config = architecture.hf_config()
+    def fetched(official_name: Any, **kwargs: Any) -> Any:
+        if str(official_name) != OFFICIAL_NAMES[name]:
+            return fetch(official_name, **kwargs)
+        config = HF_CONFIGS[name]()
         model_class: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
         return config
 
-    def configured(name: str, *args: Any, **kwargs: Any) -> Any:
-        cfg = configure(name, *args, **kwargs)
-        if not architecture.sizes_by_name:
+    def configured(*args: Any, **kwargs: Any) -> Any:
+        cfg = configure(*args, **kwargs)
+        if name not in SIZES_BY_NAME:
             return cfg
         asked = {"n_layers": kwargs.get("first_n_layers"), "n_ctx": kwargs.get("n_ctx")}
         asked = {size: value for size, value in asked.items() if value is not None}
-        return type(cfg).from_dict({**cfg.to_dict(), **architecture.sizes_by_name, **asked})
+        return type(cfg).from_dict({**cfg.to_dict(), **SIZES_BY_NAME[name], **asked})
 
     with (
         mock.patch.object(tl_loading.AutoConfig, "from_pretrained", fetched),
         mock.patch.object(tl_loading, "get_pretrained_model_config", configured),
     ):
-        yield
+        yield OFFICIAL_NAMES[name]
 
 
-def load_hooked(
-    architecture: Architecture, hf_model: PreTrainedModel, tokenizer: Any, **options: Any
-) -> HookedTransformer:
+def load_hooked(name: str, hf_model: Any, tokenizer: Any, **options: Any) -> HookedTransformer:
     """`HookedTransformer.from_pretrained` of the official name, with the tiny model's weights."""
-    with configs_without_hub(architecture):
+    with configs_without_hub(name) as official_name:
         return HookedTransformer.from_pretrained(
-            architecture.official_name, hf_model=hf_model, tokenizer=tokenizer, **options
+            official_name, hf_model=hf_model, tokenizer=tokenizer, **options
         )
 
 

@@ -1,4 +1,4 @@
-"""Device maps with offloaded blocks, and a check of a model at rest."""
+"""Device maps, most of them with offloaded blocks, and a check of a model at rest."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch
 
 HOST = torch.device("cpu")
 
-OFFLOADED = {
+DEVICE_MAPS = {
     "some of one device": {"": 0, "blocks.1": "cpu", "blocks.2": "cpu", "blocks.4": "cpu"},
     "all of one device": {"": 0, "blocks": "cpu"},
     "some of three devices": {
         "": 0, "blocks.1": "cpu", "blocks.2": 1, "blocks.3": "cpu", "blocks.4": 2,
     },
     "all but one of two devices": {"": 0, "blocks": "cpu", "blocks.2": 1},
+    "scattered": {
+        "": 1, "embed": 2, "blocks": 3, "blocks.0": 1, "blocks.1": 0, "blocks.2": 1, "ln_final": 0,
+    },
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from hf_models import (
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
 from model_classes import BRIDGE, CLASSES, HOOKED
-from offloads import OFFLOADED
+from offloads import DEVICE_MAPS
 from racing import asynchronous
 
 import tl_devicefix
@@ -315,7 +315,7 @@ def kind() -> str:
 
 @pytest.fixture
 def spread() -> int | str:
-    """How `model` is split: a `kinds.Spread` or a key of `OFFLOADED`; parametrise it for others."""
+    """The number of devices of `model`, or a key of `DEVICE_MAPS`; parametrise it for others."""
     return 4
 
 
@@ -338,19 +338,18 @@ def load(
         is_entered = placement_devices.simulated_device() or joined_hosts()
         if not is_entered and options.get("device") != "cpu":
             request.getfixturevalue("machine")
-        where = {"device", "device_map", "n_devices", "max_memory"}
-        if spread in OFFLOADED:
-            options["device_map"], spread = OFFLOADED[spread], None
-        is_anywhere = spread is None and where.isdisjoint(options)
+        if spread in DEVICE_MAPS:
+            options["device_map"] = DEVICE_MAPS[spread]
+        elif spread is not None:
+            options["n_devices"] = spread
+        elif {"device", "device_map", "n_devices", "max_memory"}.isdisjoint(options):
+            balanced = balanced_map(kind, [devices.device(i) for i in range(4)])
+            options |= {"n_devices": 4} if model_class == HOOKED else {"device_map": balanced}
         if model_class == HOOKED:
             # Workers of other hosts load from files.
             source = checkpoints if joined_hosts() else hf_models
             source = source if hf_model is None else lambda _: hf_model
-            return load_kind(kind, source, tokenizer, 4 if is_anywhere else spread, **options)
-        if is_anywhere:
-            options["device_map"] = balanced_map(kind, [devices.device(i) for i in range(4)])
-        elif spread is not None:
-            options["n_devices"] = spread
+            return load_kind(kind, source, tokenizer, **options)
         if hf_model is not None:
             options["hf_model"] = hf_model
         return boot(checkpoints(kind), **options)

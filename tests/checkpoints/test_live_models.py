@@ -13,10 +13,9 @@ import peft
 import pytest
 import torch
 import transformers
-from architectures import ALL_ARCHITECTURES, PROCESSING, Architecture, load_hooked
+from architectures import PROCESSING
 from comparison import Snapshot, assert_same_model, log_probs
 from devices import device
-from hf_models import HF_CONFIGS, N_CTX
 from model_classes import HookedTransformer
 from packaging.version import Version
 from parameters import in_turn
@@ -32,12 +31,7 @@ pytestmark = pytest.mark.hooked
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([[3, 5, 7, 9]])
 
-MISTRAL, GPT2 = "wide mistral", "wide gpt2"
-NAMES = {MISTRAL: "mistralai/Mistral-7B-v0.1", GPT2: "gpt2"}
-WIDE = {
-    name: Architecture(official, HF_CONFIGS[name], {"n_ctx": N_CTX})
-    for name, official in NAMES.items()
-}
+MISTRAL, GPT2 = WIDE = "wide mistral", "wide gpt2"
 
 # Adapters as training leaves them: with values of their own, the same each time.
 
@@ -266,27 +260,14 @@ CANNOT_RUN = ["an adapted model on the CPU"]  # PEFT does not run an offloaded D
 if IS_2:  # transformers 4 loses embeddings that are tied and on disk
     CANNOT_RUN.append("transformers, embeddings on disk")
 
-ARCHITECTURES = {**ALL_ARCHITECTURES, **WIDE}
-
 
 @pytest.fixture
-def load(machine, tokenizer):
-    """`load("gpt2", hf_model)`: over the first three devices, unless options say otherwise."""
-
-    def load(name, hf_model, **options):
-        options = {"n_devices": min(3, len(machine.devices)), **options}
-        return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, **options)
-
-    return load
-
-
-@pytest.fixture
-def reference_of(tokenizer):
+def reference_of(load):
     """`reference_of("gpt2", plain_model)`: as unpatched TransformerLens loads it on one CPU."""
 
+    @tl_devicefix.disabled()
     def reference_of(name, hf_model, **options):
-        with tl_devicefix.disabled():
-            return load_hooked(ARCHITECTURES[name], hf_model, tokenizer, device="cpu", **options)
+        return load(name, hf_model=hf_model, device="cpu", **options)
 
     return reference_of
 
@@ -323,7 +304,7 @@ def test_live_model_loads_as_its_plain_one_and_stays_unchanged(
     reference = reference_of(of, case.plain(parts_of(of)), **options)
     before = Snapshot(hf_model)
 
-    model = load(of, hf_model, **options)
+    model = load(of, hf_model=hf_model, n_devices=3, **options)
 
     assert_same_model(model, reference, tokens)
     before.assert_unchanged()
@@ -336,7 +317,7 @@ def test_adapters_that_peft_cannot_merge_are_merged(case, parts_of, load, on_one
     on_one(name)  # skips where TransformerLens itself cannot read it
     hf_model = adapt(parts_of(name).model)
     unfolded = {"fold_ln": False} if name == "mixtral" else {}  # TransformerLens 2 drops its norms
-    model = load(name, hf_model, n_devices=1, **unfolded)
+    model = load(name, hf_model=hf_model, n_devices=1, **unfolded)
     expected = predictions(hf_model, tokens)
     torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-4)
 
@@ -355,15 +336,15 @@ def test_adapters_of_a_bfloat16_model_are_merged_in_float32(
     in_float64.load_state_dict(hf_model.state_dict())
     options = {"dtype": torch.float32, "fold_ln": False}
     exact = dict(reference_of(name, in_float64.merge_and_unload(), **options).named_parameters())
-    model = load(name, hf_model, **options)
+    model = load(name, hf_model=hf_model, n_devices=3, **options)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.cpu(), exact[key], rtol=0, atol=1e-6)
 
 
-def test_a_quantised_checkpoint_is_loaded_by_its_path(parts_of, load, tokenizer, tmp_path, tokens):
+def test_a_quantised_checkpoint_is_loaded_by_its_path(parts_of, load, tmp_path, tokens):
     hf_model = CASES["nf4 mistral"].live(parts_of(MISTRAL))
     hf_model.save_pretrained(tmp_path)
-    expected = log_probs(load(MISTRAL, hf_model), tokens)
+    expected = log_probs(load(MISTRAL, hf_model=hf_model, n_devices=3), tokens)
     model = HookedTransformer.from_pretrained(str(tmp_path), n_devices=3)
     assert len(model.placement.devices) == 3
     torch.testing.assert_close(log_probs(model, tokens), expected, rtol=0, atol=1e-5)
@@ -380,11 +361,9 @@ TAKES_A_BLOCK = {
 def test_computing_weights_takes_one_block_of_extra_memory(how, dtype, parts_of, load, machine):
     """Beyond what loading a plain model takes: the block in float32, and for DoRA a layer of it."""
 
-    def load_on(device, hf_model):
-        return load(MISTRAL, hf_model, n_devices=1, device=device, dtype=dtype)
-
-    model = load_on(device(0), parts_of(MISTRAL).model)
-    same_model = load_on(device(1), TAKES_A_BLOCK[how](parts_of(MISTRAL)))
+    plain, same = parts_of(MISTRAL).model, TAKES_A_BLOCK[how](parts_of(MISTRAL))
+    model = load(MISTRAL, hf_model=plain, device=device(0), dtype=dtype)
+    same_model = load(MISTRAL, hf_model=same, device=device(1), dtype=dtype)
     gc.collect()
 
     block = max(c.weights for c in model.placement.components) * 4 // dtype.itemsize
@@ -449,4 +428,4 @@ def test_hf_model_without_plain_weights_is_refused(case, parts_of, load, refused
     name, make, says = REFUSED[case]
     hf_model = make(parts_of(name))
     with refused(*says, hf_model=hf_model):
-        load(name, hf_model)
+        load(name, hf_model=hf_model, n_devices=3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers.dynamic_module_utils
 import transformers.utils.hub
-from architectures import ALL_ARCHITECTURES
+from architectures import OFFICIAL_NAMES
 from comparison import assert_same_model
 from hf_models import change_json, make_tokenizer
 from hub_cache import HubCache, commit_of
@@ -59,7 +59,7 @@ def assert_embeds_as(model, hf_model):
 
 
 def test_listed_name_loads_the_model_transformer_lens_loads(put, tokens):
-    name = ALL_ARCHITECTURES["llama"].official_name
+    name = OFFICIAL_NAMES["llama"]
     put("llama", name)
     with tl_devicefix.disabled():
         reference = HookedTransformer.from_pretrained(name, device="cpu")
@@ -108,7 +108,7 @@ def test_a_checkpoint_without_tokenizer_loads(hub, hf_models, tmp_path, tokens):
 @pytest.fixture(params=[False, True], ids=["not listed", "listed"])
 def name(request):
     """The name of a tiny Qwen2 on the hub."""
-    return ALL_ARCHITECTURES["qwen2"].official_name if request.param else FINE_TUNE
+    return OFFICIAL_NAMES["qwen2"] if request.param else FINE_TUNE
 
 
 @pytest.mark.fails_unpatched

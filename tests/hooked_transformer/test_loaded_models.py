@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, PROCESSING, attention_only_config, build_toy
+from architectures import OFFICIAL_NAMES, PROCESSING, attention_only_config, build_toy
 from comparison import Snapshot, assert_agrees, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, make_hf_model
@@ -119,7 +119,7 @@ def test_tensors_that_a_subclass_adds_keep_their_values_at_home(checkpoints, mac
     ],
 )
 def test_unusual_fields_of_config_json_are_obeyed(name, field, value, tokens, tmp_path):
-    if (official := ALL_ARCHITECTURES[name].official_name) not in OFFICIAL_MODEL_NAMES:
+    if (official := OFFICIAL_NAMES[name]) not in OFFICIAL_MODEL_NAMES:
         pytest.skip(f"the installed TransformerLens has no {official}")
     config = HF_CONFIGS[name]()
     setattr(config, field, value)

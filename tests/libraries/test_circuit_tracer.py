@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ALL_ARCHITECTURES, configs_without_hub
+from architectures import configs_without_hub
 from comparison import assert_agrees
 from hf_models import D_MODEL, D_VOCAB, N_LAYERS
 
@@ -67,14 +67,12 @@ CALLS = {
 @pytest.fixture(scope="module")
 def load(hf_models, tokenizer):
     """`load(n_devices=4)`: circuit-tracer's own class, and its own loader."""
-    llama, cls = ALL_ARCHITECTURES["llama"], replacing.TransformerLensReplacementModel
+    cls = replacing.TransformerLensReplacementModel
 
     def load(**options):
         options = {"hf_model": hf_models("llama"), "tokenizer": tokenizer, **options}
-        with configs_without_hub(llama):
-            return cls.from_pretrained_and_transcoders(
-                llama.official_name, transcoders(), **options
-            )
+        with configs_without_hub("llama") as name:
+            return cls.from_pretrained_and_transcoders(name, transcoders(), **options)
 
     return load
 

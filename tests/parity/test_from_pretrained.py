@@ -5,12 +5,7 @@ import unittest.mock
 
 import pytest
 import torch
-from architectures import (
-    ALL_ARCHITECTURES,
-    NO_PROCESSING,
-    PROCESSING,
-    load_hooked,
-)
+from architectures import NO_PROCESSING, OFFICIAL_NAMES, PROCESSING, load_hooked
 from comparison import assert_same_model, assert_same_weights, log_probs
 from devices import device
 from hf_models import N_CTX
@@ -41,7 +36,7 @@ def load(request, hf_models, checkpoints, load):
 
 
 OPTIONS = {
-    **dict.fromkeys(ALL_ARCHITECTURES, ("default",)),
+    **dict.fromkeys([name for name in OFFICIAL_NAMES if "wide" not in name], ("default",)),
     "qwen2": ("default", "none"),
     "gpt2": UNREFACTORED,
 }
@@ -127,8 +122,7 @@ def test_a_training_checkpoint_is_fetched_by_its_revision(hf_models, tokenizer, 
         return hf_models("pythia"), {}
 
     with unittest.mock.patch("transformers.AutoModelForCausalLM.from_pretrained", fetch):
-        pythia, options = ALL_ARCHITECTURES["pythia"], {"n_devices": 4, "checkpoint_value": 16}
-        model = load_hooked(pythia, None, tokenizer, **options)
+        model = load_hooked("pythia", None, tokenizer, n_devices=4, checkpoint_value=16)
 
     assert fetched == [("EleutherAI/pythia-70m", "step16")]
     assert model.cfg.from_checkpoint

@@ -15,7 +15,7 @@ from packaging.version import Version
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 if has_hooked_transformer():
-    from architectures import ALL_ARCHITECTURES, attention_only_config, configs_without_hub
+    from architectures import attention_only_config, configs_without_hub
     from transformer_lens import HookedTransformer
 
 if has_bridge():
@@ -73,7 +73,7 @@ def test_loads_of_live_models_in_three_threads_agree(load, hf_models, on_one, to
     # What the threads' loads exchange overlaps, so the last to end puts back another's.
     exchanged = contextlib.nullcontext()
     if has_hooked_transformer():
-        exchanged = configs_without_hub(ALL_ARCHITECTURES["llama"])
+        exchanged = configs_without_hub("llama")
     with exchanged, ThreadPoolExecutor(3) as pool:
         for model in pool.map(lambda it: load("llama", hf_model=it, device="cpu"), live):
             assert_agrees(model(tokens), expected)
