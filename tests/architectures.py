@@ -137,10 +137,11 @@ def toy_config(**options: Any) -> HookedTransformerConfig:
     return HookedTransformerConfig(**{**sizes, "device": "cpu", "init_weights": False, **options})
 
 
-attention_only_config = partial(toy_config, attn_only=True)
-"""The config of an attention-only model, as in "A Mathematical Framework"."""
-solu_config = partial(toy_config, act_fn="solu_ln", d_mlp=D_MLP)
-"""The config of a model whose MLP has a norm within its activation."""
+TOYS = {
+    "attention-only": partial(toy_config, attn_only=True),  # as in "A Mathematical Framework"
+    "solu": partial(toy_config, act_fn="solu_ln", d_mlp=D_MLP),  # with a norm in its activation
+}
+"""Configs of models that are built and trained, not converted from Hugging Face models."""
 
 
 def build_toy(
@@ -152,7 +153,3 @@ def build_toy(
     model = HookedTransformer(cfg, tokenizer)
     randomize(model)
     return model
-
-
-TOYS = {"attention-only": attention_only_config, "solu": solu_config}
-"""Configs of models that are built and trained, not converted from Hugging Face models."""

@@ -28,11 +28,10 @@ class HubCache:
         hf_model: PreTrainedModel,
         tokenizer: Any = None,
         revision: str = "main",
-        **options: Any,
     ) -> Path:
-        """Save a checkpoint, by `save_pretrained(**options)`; returns the folder with its files."""
+        """Save a checkpoint; returns the folder with its files."""
         snapshot = self.folder(name, revision)
-        hf_model.save_pretrained(snapshot, **options)
+        hf_model.save_pretrained(snapshot)
         if tokenizer is not None:
             tokenizer.save_pretrained(snapshot)
         return snapshot

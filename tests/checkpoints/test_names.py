@@ -34,8 +34,8 @@ FINE_TUNE = "someone/not-a-gemma-2-nor-llama"
 def put(hub, hf_models, tokenizer):
     """`put("gpt2", "someone/tune")`: a tiny GPT-2 on the hub, by this name; returns the model."""
 
-    def put(architecture="qwen2", name=FINE_TUNE, **options):
-        hub.add(name, hf_models(architecture), tokenizer, **options)
+    def put(architecture="qwen2", name=FINE_TUNE):
+        hub.add(name, hf_models(architecture), tokenizer)
         return hf_models(architecture)
 
     return put

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from architectures import OFFICIAL_NAMES, PROCESSING, attention_only_config, build_toy
+from architectures import OFFICIAL_NAMES, PROCESSING, TOYS, build_toy
 from comparison import Snapshot, assert_agrees, log_probs
 from devices import device
 from hf_models import HF_CONFIGS, make_hf_model
@@ -144,7 +144,7 @@ def test_a_processed_model_is_placed_by_what_it_weighs_now(checkpoints, machine)
     reason="this TransformerLens's HookedTransformer has no attention sinks",
 )
 def test_value_biases_stay_where_attention_has_sinks(tokens, caplog):
-    model = build_toy(attention_only_config(use_attention_sinks=True))  # no pattern sums to 1
+    model = build_toy(TOYS["attention-only"](use_attention_sinks=True))  # no pattern sums to 1
     before, weights = log_probs(model, tokens), model.state_dict()
     model.load_and_process_state_dict(weights)
     assert_agrees(log_probs(model, tokens), before, tolerance=1e-5)

@@ -13,7 +13,7 @@ from tl_devicefix.fusing.listening import is_counting
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer, installed
 
 if has_hooked_transformer():
-    from architectures import build_toy, solu_config
+    from architectures import TOYS, build_toy
 
 
 def printed(capsys):
@@ -45,7 +45,7 @@ def test_report_returns_the_patches_that_it_prints(capsys):
 @fuses
 @pytest.mark.hooked
 def test_models_report_says_why_a_block_is_not_fused(capsys):
-    model = build_toy(solu_config(n_layers=3))
+    model = build_toy(TOYS["solu"](n_layers=3))
     assert set(tl_devicefix.report(model).values()) == {"not fused"}
     assert tl_devicefix.fuse_blocks(model) is None  # a notebook would print a model, and keep it
     capsys.readouterr()
@@ -91,7 +91,7 @@ def test_bridges_report_says_why_a_block_is_not_fused(capsys, load):
     reason="TransformerLens 3.8 and later has blocks that can be fused",
 )
 def test_report_says_that_older_transformer_lens_fuses_no_block():
-    model = build_toy(solu_config(n_layers=2))
+    model = build_toy(TOYS["solu"](n_layers=2))
     kind = type(model.blocks[0])
     with pytest.warns(UserWarning, match=r"fuses no block: transformer_lens .* is older than 3.8"):
         tl_devicefix.fuse_blocks(model)

@@ -15,7 +15,7 @@ from packaging.version import Version
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 
 if has_hooked_transformer():
-    from architectures import attention_only_config, configs_without_hub
+    from architectures import TOYS, configs_without_hub
     from transformer_lens import HookedTransformer
 
 if has_bridge():
@@ -31,7 +31,7 @@ def made_elsewhere(checkpoints):
         config = transformers.AutoConfig.from_pretrained(path)
         models = {"torch's": torch.nn.Linear(2, 2)}
         if has_hooked_transformer():
-            models["TransformerLens's"] = HookedTransformer(attention_only_config())
+            models["TransformerLens's"] = HookedTransformer(TOYS["attention-only"]())
         if has_bridge():
             adapter_for(config, path, torch.float32)
         # transformers 4 takes values from the modules of all threads while it loads.
