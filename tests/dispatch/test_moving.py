@@ -85,9 +85,11 @@ def test_dtype_change_moves_no_component(spread, load, on_one, tokens):
     assert sum(c.weights for c in model.placement.components) == 2 * weights
     assert_at_rest(model)
     assert_agrees(model(tokens), on_one("llama").to(torch.float64)(tokens))
-    if spread == 4:  # moved too, as a part of another module
-        torch.nn.Sequential(model).to(model.placement.home, torch.float32)
+    if spread == 4:  # moved too, as accelerate, DDP and Lightning do: not by its own `to`
+        torch.nn.Sequential(model).to(device(1), torch.float32)
         assert sum(c.weights for c in model.placement.components) == weights
+        model.cfg.dtype = torch.float32  # which then is the user's to set
+        assert_agrees(model(tokens), on_one("llama")(tokens), torch.device(device(1)))
 
 
 def test_a_device_that_is_not_there_is_refused_and_nothing_moves(machine, load, reference, tokens):
@@ -98,14 +100,6 @@ def test_a_device_that_is_not_there_is_refused_and_nothing_moves(machine, load, 
             model.to(missing)
     assert (model.placement, model.cfg.device) == (before, device(0))
     assert_agrees(model(tokens), reference(tokens), torch.device(device(0)))
-
-
-def test_model_moved_inside_another_module_runs_on_its_device(load, reference, tokens):
-    """As accelerate, DDP, Lightning and one's own `nn.Module` move it: never by its own `to`."""
-    model = load("llama")
-    torch.nn.ModuleDict({"language model": model}).to(device(1))
-    assert devices_of(model) == {device(1)}
-    assert_agrees(model(tokens), reference(tokens), torch.device(device(1)))
 
 
 @pytest.mark.parametrize(
