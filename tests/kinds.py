@@ -43,11 +43,6 @@ def load_kind(
     return load_hooked(name, model, tokenizer, **options)
 
 
-def devices_of(model: Any) -> set[str]:
-    """Where the model's parameters and buffers are."""
-    return {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
-
-
 def home_of(model: HookedTransformer) -> torch.device:
     """Where tokens go in and logits come out, as the config tells users."""
     home: Any = model.cfg.device

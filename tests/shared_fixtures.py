@@ -43,7 +43,7 @@ import tl_devicefix
 from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer, installed
 from tl_devicefix.multihost.hosts import joined_hosts
 from tl_devicefix.placement import devices as placement_devices
-from tl_devicefix.simulation.machine import Machine, Transfer
+from tl_devicefix.simulation.machine import Machine
 
 if has_hooked_transformer():
     import architectures
@@ -480,15 +480,3 @@ def refused(machine: Machine) -> Callable[..., Any]:
             before.assert_unchanged()
 
     return refused
-
-
-@pytest.fixture
-def transfers_of(machine: Machine) -> Callable[..., list[Transfer]]:
-    """`transfers_of(f, x)` calls `f(x)` and returns the copies that it made."""
-
-    def transfers_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Transfer]:
-        machine.reset_transfers()
-        function(*args, **kwargs)
-        return list(machine.transfers)
-
-    return transfers_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comparison import assert_agrees
 from devices import device
-from kinds import devices_of, home_of
+from kinds import home_of
 from offloads import assert_at_rest
 from parameters import in_turn
 from runs_of_users import GREEDY
@@ -15,6 +15,10 @@ from runs_of_users import GREEDY
 pytestmark = pytest.mark.hooked
 
 OFFLOADED = "some of three devices"
+
+
+def devices_of(model):
+    return {str(tensor.device) for tensor in [*model.parameters(), *model.buffers()]}
 
 
 def zero(model):

@@ -15,6 +15,18 @@ from tl_devicefix.fusing.one_forward import one_forward
 pytestmark = pytest.mark.hooked
 
 
+@pytest.fixture
+def transfers_of(machine):
+    """`transfers_of(f, x)` calls `f(x)` and returns the copies that it made."""
+
+    def transfers_of(function, *args, **kwargs):
+        machine.reset_transfers()
+        function(*args, **kwargs)
+        return list(machine.transfers)
+
+    return transfers_of
+
+
 @pytest.mark.parametrize(
     ("kind", "spread"), [("gpt2", 3), ("attention-only", 2), ("llama", 4), ("llama", "scattered")]
 )
@@ -100,21 +112,16 @@ def test_model_on_one_device_has_no_hooks_and_no_copies(model, at_home, transfer
     assert transfers_of(model, at_home, return_type="loss") == []
 
 
-OF_WEIGHTS = {
-    "Q-composition": (
-        lambda model: model.all_composition_scores("Q"),
-        ("attn.W_Q", "attn.W_K", "attn.W_V", "attn.W_O"),
-    ),
-    # Grouped heads are copied as they are, and repeated there.
-    "W_K and W_V": (lambda model: (model.W_K, model.W_V), ("attn._W_K", "attn._W_V")),
-}
-
-
 @pytest.mark.parametrize(
-    ("kind", "analysis"), [("gpt2", "Q-composition"), ("llama", "W_K and W_V")]
+    ("kind", "gather", "paths"),
+    [
+        ("gpt2", lambda model: model.all_composition_scores("Q"), [f"attn.W_{x}" for x in "QKVO"]),
+        # Grouped heads are copied as they are, and repeated there.
+        ("llama", lambda model: (model.W_K, model.W_V), ["attn._W_K", "attn._W_V"]),
+    ],
 )
-def test_weights_that_are_gathered_are_copied_once(analysis, model, transfers_of):
-    (gather, paths), home = OF_WEIGHTS[analysis], home_of(model)
+def test_weights_that_are_gathered_are_copied_once(gather, paths, model, transfers_of):
+    home = home_of(model)
     weights = [block.get_parameter(path) for block in model.blocks for path in paths]
     copied = transfers_of(gather, model)
     elsewhere = sum(weight.nbytes for weight in weights if weight.device != home)

@@ -14,11 +14,12 @@ pytestmark = pytest.mark.hooked
 @pytest.mark.parametrize(
     ("kind", "spread"), [("gpt2", "all of one device"), ("llama", "some of three devices")]
 )
-def test_forward_copies_each_offloaded_blocks_weights_once(model, at_home, transfers_of):
+def test_forward_copies_each_offloaded_blocks_weights_once(model, at_home, machine):
     for end in (3, model.cfg.n_layers):
         away = [model.blocks[layer] for layer in offloaded_blocks(model) if layer < end]
-        transfers = transfers_of(model, at_home, stop_at_layer=end)
-        copied = [t for t in transfers if t.source == HOST]
+        machine.reset_transfers()
+        model(at_home, stop_at_layer=end)
+        copied = [t for t in machine.transfers if t.source == HOST]
         assert sum(t.bytes for t in copied) == sum(weights_of(block) for block in away)
         assert len(copied) == sum(len(list(block.parameters())) for block in away)
 

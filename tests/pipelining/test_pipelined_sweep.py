@@ -215,14 +215,12 @@ def test_sweep_of_a_bridge_starts_at_the_first_block(why, on_one, tokens):
     assert count.blocks == N_LAYERS
 
 
-@pytest.mark.parametrize(
-    ("go_on", "number"), [(next, 1), (lambda results: results.close(), 1)], ids=["next", "close"]
-)
-def test_weight_changed_between_runs_of_a_sweep_is_refused(go_on, number, model, tokens):
+@pytest.mark.parametrize("go_on", [next, lambda results: results.close()], ids=["next", "close"])
+def test_weight_changed_between_runs_of_a_sweep_is_refused(go_on, model, tokens):
     results = tl_devicefix.sweep(model, tokens, [at(3), at(4), at(2)])
     next(results)
     next(model.blocks[0].parameters()).mul_(2)
-    with pytest.raises(RuntimeError, match=rf"blocks\.0\..* was changed before result {number}"):
+    with pytest.raises(RuntimeError, match=r"blocks\.0\..* was changed before result 1"):
         go_on(results)
 
 

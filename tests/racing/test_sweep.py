@@ -39,10 +39,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("where", "arguments"),
-    in_turn(WHERE, ARGUMENTS),
-)
+@pytest.mark.parametrize(("where", "arguments"), in_turn(WHERE, ARGUMENTS))
 def test_a_sweep_on_async_devices_equals_a_loop(where, arguments, machine, load, tokens):
     model, home = load("llama", **WHERE[where]), machine.devices[0]
     given, arguments = ARGUMENTS[arguments](tokens.to(home))
