@@ -62,7 +62,8 @@ def _nemotron_h() -> PretrainedConfig:
 _LINEAR_HEADS = {
     "layer_types": (["linear_attention", "full_attention"] * N_LAYERS)[:N_LAYERS],
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-    "linear_key_head_dim": 4, "linear_value_head_dim": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 8,
 }
 
 
