@@ -100,7 +100,7 @@ def test_a_hook_on_no_hook_point_is_not_ignored_silently(on_one, tokens):
 
 
 GENERATING = {**GREEDY, "max_new_tokens": 6}
-STATE_SPACE = ["mamba", "mamba-2", "bamba", "olmo-hybrid"]
+STATE_SPACE = ["mamba", "mamba-2", "bamba", "olmo-hybrid", "qwen3-next"]
 """State space models and hybrids, which TransformerLens refuses over several devices."""
 if has_hooked_transformer():
     STATE_SPACE = ["mamba", "bamba"]
