@@ -7,6 +7,7 @@ import torch
 from by_name import a_bridge_by_name, layers, peaks_of
 
 from tl_devicefix import dry_run, simulate, sweep
+from tl_devicefix.fusing.fused import is_fused
 from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 
 TOKENS = torch.arange(18).reshape(2, 9) % 30 + 5
@@ -188,6 +189,14 @@ def test_dry_run_swaps_offloaded_blocks_in():
     offloaded = sum(item.weights for item in components if item.offloaded)
     copied = sum(item.bytes for item in dry.transfers if item.source.type == "cpu")
     assert copied == offloaded + TOKENS.nbytes
+
+
+def test_dry_run_fuses_blocks_on_request():
+    fused = []
+    run = lambda model: fused.append(is_fused(model.blocks[0]))  # noqa: E731
+    for options in ({}, {"fuse_blocks": True}):
+        dry_run("meta-llama/Llama-3.2-1B", run, **options)
+    assert fused == [False, True]
 
 
 def order(tensor):

@@ -167,7 +167,8 @@ def _sweep(
     if placement is not None and isinstance(tokens, torch.Tensor):
         tokens = tokens.to(placement.home)  # once: the host waits for a copy from the CPU
     # A Bridge rebuilds this dict on each access.
-    points: dict[str, HookPoint] = dict(model.hook_dict)
+    # TransformerLens 3.9's has modules in place of hook points, too.
+    points = {k: point for k, point in model.hook_dict.items() if isinstance(point, HookPoint)}
     hooked = hooked_points(points.values())
     first_block = _FirstBlock(model, points, tokens, arguments)
     checked: Iterable[Hooks] = map(partial(_checked, points), itertools.count(), runs)
