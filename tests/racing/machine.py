@@ -134,11 +134,12 @@ class RacingExecutor(CpuExecutor):
         """
         non_blocking, to_host = any(args[2:]) or kwargs.get("non_blocking"), ends[1] is None
         target: torch.Tensor = func(*args, **kwargs)
+        if not target.numel():  # torch returns before it looks at the streams
+            return target
         if non_blocking and to_host and func is aten._to_copy.default:
             hold(target, Memory())  # torch allocates it pinned
         streams = [current_stream(index) for index in ends if index is not None]
-        if target.numel():
-            self.copies.append(streams[0])
+        self.copies.append(streams[0])
         streams[-1].wait_stream(streams[0])
         streams[-1].launch("copy_", source, target)
         streams[0].wait_stream(streams[-1])
