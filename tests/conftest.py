@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "hooked: of HookedTransformer alone",
         "bridge: of TransformerBridge alone; where there are HookedTransformers too, "
         "TransformerLens 4 runs it by default, unless the mark says `in_3=True`",
+        "fuses: on TransformerLens versions with blocks of the model's class that can be fused",
         "once: knows nothing of TransformerLens; by default, TransformerLens 3 alone runs it",
     ):
         config.addinivalue_line("markers", marker)

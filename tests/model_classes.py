@@ -15,7 +15,8 @@ from tl_devicefix.monkeypatch.versions import has_bridge, has_hooked_transformer
 HOOKED, BRIDGE = "hooked", "bridge"
 CLASSES = [*([HOOKED] if has_hooked_transformer() else []), *([BRIDGE] if has_bridge() else [])]
 """The ids of the classes that the installed TransformerLens has."""
-fuses = pytest.mark.skipif(installed() < Version("3.8"), reason="fuse_blocks needs 3.8")
+FUSES_SINCE = {HOOKED: Version("3.8"), BRIDGE: Version("4.0")}
+"""Class -> the first TransformerLens version with blocks that can be fused."""
 
 if has_hooked_transformer():
     from transformer_lens import HookedTransformer

@@ -35,7 +35,7 @@ from hf_models import (
 )
 from hub_cache import HubCache, go_offline
 from local_hosts import simulated_by_hosts
-from model_classes import BRIDGE, CLASSES, HOOKED
+from model_classes import BRIDGE, CLASSES, FUSES_SINCE, HOOKED
 from offloads import DEVICE_MAPS
 from racing import asynchronous
 
@@ -117,8 +117,14 @@ def classes_of(test: pytest.Item) -> set[str]:
 
 
 def is_of_another_class(test: pytest.Item) -> bool:
-    """Return True if a test's mark and parameter disagree, or its class is not installed."""
-    return len(classes := classes_of(test)) > 1 or not classes <= set(CLASSES)
+    """Return True if a test's mark and parameter disagree, or its class is not installed.
+
+    Tests marked `fuses` also need a version with blocks of the class that can be fused.
+    """
+    if len(classes := classes_of(test)) > 1 or not classes <= set(CLASSES):
+        return True
+    fuses = test.get_closest_marker("fuses") is not None
+    return fuses and installed() < FUSES_SINCE[next(iter(classes), CLASSES[0])]
 
 
 def is_left_to_others(test: pytest.Item) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from comparison import assert_bit_equal, in_use
-from model_classes import BRIDGE, HOOKED, fuses
+from model_classes import BRIDGE, HOOKED
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformer_lens.hook_points import HookPoint
@@ -183,7 +183,7 @@ def test_view_runs_the_models_hooks_with_its_own_hook_points(model, at_home):
     assert described[0] == described[1]
 
 
-@fuses
+@pytest.mark.fuses
 @torch.no_grad()
 @pytest.mark.parametrize("bind_first", [True, False])
 def test_a_fused_view_calls_a_hook_on_any_module(bind_first, model_class, load, tokens):
@@ -217,7 +217,7 @@ def halve(activation, hook):
     return activation / 2
 
 
-@fuses
+@pytest.mark.fuses
 def test_a_view_has_the_hooks_back_that_a_run_removed(model, at_home):
     tl_devicefix.fuse_blocks(model)
     model.hook_dict[RESIDUAL].add_hook(halve, is_permanent=True)
@@ -233,7 +233,7 @@ def test_a_view_has_the_hooks_back_that_a_run_removed(model, at_home):
         assert_bit_equal(view.model(at_home), expected)
 
 
-@fuses
+@pytest.mark.fuses
 @with_offloaded
 def test_a_fused_view_with_hooks_within_blocks_is_the_model(model, at_home):
     """Bit for bit: its blocks run fused too, with the same attention."""
@@ -246,7 +246,7 @@ def test_a_fused_view_with_hooks_within_blocks_is_the_model(model, at_home):
         assert_bit_equal(actual, model.run_with_hooks(at_home, fwd_hooks=hooks))
 
 
-@fuses
+@pytest.mark.fuses
 def test_only_the_fused_block_with_a_new_hook_looks_for_hooks(model, at_home, monkeypatch):
     """And none is bound again, as in each run that would take 20 ms at 80 layers."""
     tl_devicefix.fuse_blocks(model)

@@ -7,13 +7,12 @@ import torch
 from comparison import assert_agrees
 from hf_models import padded
 from kinds import new_kv_cache
-from model_classes import fuses
 from parameters import in_turn
 
 import tl_devicefix
 from tl_devicefix.hooked_transformer import fused as fused_module
 
-pytestmark = [pytest.mark.hooked, fuses]
+pytestmark = [pytest.mark.hooked, pytest.mark.fuses]
 N_TOKENS = 14
 KINDS = ["llama", "gpt2", "gpt-neo", "pythia"]  # grouped, not rotary, local, rotary in part
 

@@ -12,7 +12,6 @@ import types
 
 import pytest
 import torch
-from model_classes import fuses
 from torch import nn
 from transformer_lens import patching
 
@@ -87,7 +86,7 @@ def listed(capsys):
     return {row.split()[0] for row in rows}
 
 
-@fuses
+@pytest.mark.fuses
 def test_disable_removes_the_hook_that_counts_assigned_modules(load, tokens):
     hooks = nn.modules.module._global_module_registration_hooks
     tl_devicefix.disable()

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from model_classes import fuses
 from packaging.version import Version
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -42,7 +41,7 @@ def test_report_returns_the_patches_that_it_prints(capsys):
     assert capsys.readouterr().out.splitlines()[0].endswith(f"{installed()}: disabled")
 
 
-@fuses
+@pytest.mark.fuses
 @pytest.mark.hooked
 def test_models_report_says_why_a_block_is_not_fused(capsys):
     model = build_toy(TOYS["solu"](n_layers=3))
@@ -73,7 +72,7 @@ def test_models_report_says_why_a_block_is_not_fused(capsys):
 
 
 @pytest.mark.bridge
-@pytest.mark.skipif(installed() < Version("4.0"), reason="a Bridge's blocks are fused in 4 only")
+@pytest.mark.fuses
 def test_bridges_report_says_why_a_block_is_not_fused(capsys, load):
     model = load("llama", device="cpu", fuse_blocks=True)
     names = [f"blocks.{index}" for index in range(len(model.blocks))]

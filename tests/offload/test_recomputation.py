@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 from comparison import assert_agrees
-from model_classes import fuses
 from offloads import assert_at_rest
 from parameters import in_turn
 from torch import nn
@@ -71,7 +70,7 @@ OF_BRIDGE = {
 }
 
 
-@fuses
+@pytest.mark.fuses
 @pytest.mark.hooked
 def test_a_forward_put_into_an_offloaded_fused_block_runs(load, machine, tokens):
     model = load("llama", device_map={"": 0, "blocks.1": "cpu"})
@@ -101,7 +100,7 @@ def test_a_part_of_an_offloaded_block_is_recomputed(change, load, reference, tok
     assert_same_gradients(change, load("llama", "some of one device"), reference, tokens)
 
 
-@fuses
+@pytest.mark.fuses
 @pytest.mark.hooked
 def test_a_part_of_a_fused_offloaded_block_is_recomputed(load, reference, tokens):
     model = load("llama", "some of one device", fuse_blocks=True)

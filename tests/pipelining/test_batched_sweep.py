@@ -6,7 +6,6 @@ import pytest
 import torch
 from comparison import assert_agrees
 from hf_models import padded
-from model_classes import fuses
 from offloads import weights_of
 from runs_of_users import blocks_run, looped, metric
 from transformer_lens import patching
@@ -396,7 +395,7 @@ def test_patching_in_batches_gives_transformer_lens_results(on_one, tokens):
         call()
 
 
-@fuses
+@pytest.mark.fuses
 def test_batches_of_fused_blocks_give_the_loops_results(load, tokens):
     model = load("llama")
     tl_devicefix.fuse_blocks(model)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from by_name import a_bridge_by_name, layers, peaks_of
 from hf_models import D_VOCAB, N_CTX, make_hf_model, save_checkpoint
-from model_classes import fuses, load_of
+from model_classes import load_of
 from transformers import LlamaConfig
 
 from tl_devicefix import estimate, plan, simulate
@@ -98,7 +98,7 @@ def test_a_converted_bridge_is_loaded_into_cpu_memory():
     assert result.devices[-1].peak > sum(item.weights for item in result.placement.components)
 
 
-@fuses
+@pytest.mark.fuses
 def test_estimate_of_fused_blocks_has_no_attention_patterns(tokenizer, tmp_path):
     config = LlamaConfig(**SHAPE, vocab_size=D_VOCAB, max_position_embeddings=2048)
     long_llama = str(save_checkpoint(make_hf_model(config), tokenizer, tmp_path))

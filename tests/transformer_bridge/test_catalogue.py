@@ -9,16 +9,12 @@ from model_classes import TransformerBridge
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.twin import Twin
 
 pytestmark = [
     pytest.mark.bridge,
     pytest.mark.full("a hundred and fifty models; by default, tests of plain layers run six"),
-    pytest.mark.skipif(
-        has_hooked_transformer(),
-        reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
-    ),
+    pytest.mark.fuses,
     pytest.mark.filterwarnings("ignore"),
 ]
 N_TOKENS = 16  # more than the window of a twin

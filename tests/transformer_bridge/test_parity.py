@@ -137,6 +137,9 @@ def test_generation_with_a_cached_state_equals_without(name, load, tokens):
 
 
 @pytest.mark.bridge
+@pytest.mark.skipif(
+    has_hooked_transformer(), reason="TransformerLens 3 also trains a bias that it adds to unembed"
+)
 def test_trained_weights_load_in_transformers_and_elsewhere(load, checkpoints, tokens, tmp_path):
     bridge = load("llama", n_devices=4).requires_grad_()
     bridge(tokens, return_type="loss").backward()

@@ -16,11 +16,13 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from packaging.version import Version
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.patching import utils
 
 from tl_devicefix.adapters import is_model
 from tl_devicefix.monkeypatch.patch import patches
+from tl_devicefix.monkeypatch.versions import installed
 from tl_devicefix.pipelining.batches import Hooks
 from tl_devicefix.pipelining.sweep import sweep
 from tl_devicefix.types import Model
@@ -76,13 +78,11 @@ def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs
     asked = SimpleNamespace(**call.arguments)
     if not is_model(asked.model):  # such as a stand-in in a test
         return original(*args, **kwargs)
-    # TransformerLens 2.16 assumes as many key and value heads as query heads.
-    knows_groups = "n_key_value_heads" in original.__code__.co_names
 
     def runs() -> Iterator[Hooks]:
         if getattr(asked, "baseline", False):
             yield []
-        for index in _indices(asked, knows_groups):
+        for index in _indices(asked):
             name = utils.get_act_name(asked.activation_name, layer=index[0])
             clean = asked.clean_cache[name]
             hook = functools.partial(
@@ -99,7 +99,7 @@ def generic_activation_patch(original: Callable[..., T], *args: object, **kwargs
         return original(*call.args, **call.kwargs)
 
 
-def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[int]]:
+def _indices(asked: SimpleNamespace) -> Iterator[list[int]]:
     """Yield the indices to patch in TransformerLens's order; a layer comes first in each."""
     if asked.index_df is not None:
         for _, row in asked.index_df.iterrows():
@@ -107,7 +107,8 @@ def _indices(asked: SimpleNamespace, knows_groups: bool) -> Iterator[list[int]]:
         return
     cfg, length = asked.model.cfg, asked.corrupted_tokens.shape[-1]
     heads = cfg.n_heads
-    if knows_groups and asked.activation_name in ("k", "v"):
+    # 2.16 patches as many key and value heads as query heads.
+    if installed() >= Version("2.17.dev0") and asked.activation_name in ("k", "v"):
         heads = cfg.n_key_value_heads or heads
     sizes = {"layer": cfg.n_layers, "head": heads, "head_index": heads}
     lengths = [sizes.get(axis, length) for axis in asked.index_axis_names or ()]

@@ -15,15 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import tl_devicefix
-from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.monkeypatch.versions import installed as version
 
 pytestmark = [
     pytest.mark.bridge,
-    pytest.mark.skipif(
-        has_hooked_transformer(),
-        reason="blocks of a TransformerBridge are fused in TransformerLens 4 only",
-    ),
+    pytest.mark.fuses,
     pytest.mark.filterwarnings("ignore:.*does not support:UserWarning"),
 ]
 
