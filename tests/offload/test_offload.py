@@ -9,6 +9,7 @@ from offloads import assert_at_rest, offloaded_blocks
 from packaging.version import Version
 from torch.nn.utils import parametrize
 
+import tl_devicefix
 from tl_devicefix.dispatch.forward import is_aligned
 from tl_devicefix.monkeypatch.versions import installed
 
@@ -96,6 +97,11 @@ def test_a_parametrization_of_an_offloaded_weight_is_removed(load, tokens):
     parametrize.remove_parametrizations(module, name)
     assert_at_rest(model)
     assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.bridge
+def test_buffers_outside_of_components_are_where_the_placement_says(load):
+    assert tl_devicefix.check(load("olmo-hybrid", device_map={"": 0, "blocks.0": "cpu"}))
 
 
 @pytest.mark.bridge(in_3=True)

@@ -14,6 +14,7 @@ from unittest import mock
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+from transformer_lens.model_bridge.component_setup import refresh_container_state_owners
 from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
@@ -192,6 +193,8 @@ def _boot_checkpoint(
         vars(hf_model).pop("hf_device_map", None)
     placement = placement.local_part
     move_components(bridge, placement, rest=hf_model)
+    # The Bridge also lists the buffers that it has no component for, which have moved.
+    refresh_container_state_owners(bridge)
     settle_bridge(bridge, placement)
     attach(bridge, planned.remotes)
     return bridge
