@@ -81,6 +81,7 @@ HF_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "bloom": lambda: transformers.BloomConfig(
         hidden_size=D_MODEL, n_layer=N_LAYERS, n_head=N_HEADS, vocab_size=D_VOCAB, **_TOKENS
     ),
+    "falcon": lambda: transformers.FalconConfig(**_ROTARY),
     "opt": lambda: transformers.OPTConfig(**_ROTARY, ffn_dim=D_MLP, word_embed_proj_dim=D_MODEL),
     "phi": _phi,
     "gpt-neo": lambda: transformers.GPTNeoConfig(

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tl_devicefix
+from tl_devicefix.monkeypatch.versions import has_hooked_transformer
 from tl_devicefix.transformer_bridge.components import Layout
 
 pytestmark = pytest.mark.bridge
@@ -182,6 +183,9 @@ def test_encoder_and_decoder_are_spread_and_folded(machine, tokenizer, tokens, t
     assert_agrees(logits, expected, home)
 
 
+@pytest.mark.skipif(
+    has_hooked_transformer(), reason="TransformerLens 3 cannot run a T5 of this transformers"
+)
 def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tokens, tmp_path):
     """T5's biases of positions are in the first block of its encoder and decoder."""
     sizes = {"vocab_size": D_VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4}
@@ -198,8 +202,19 @@ def test_a_component_within_another_one_is_on_its_device(machine, tokenizer, tok
         decoder_tokens = torch.zeros(2, 3, dtype=torch.long)
         expected = hf_model(tokens, decoder_input_ids=decoder_tokens).logits
         home = machine.devices[0]
-        logits = bridge(tokens.to(home), decoder_input_ids=decoder_tokens.to(home))
+        logits, cache = bridge.run_with_cache(
+            tokens.to(home), decoder_input_ids=decoder_tokens.to(home)
+        )
     assert_agrees(logits, expected, home)
+    # Its blocks have a forward of TransformerLens's, which calls this.
+    assert "decoder_blocks.1.hook_resid_mid" in cache
+
+
+def test_falcons_mlp_output_is_cached_as_on_one_device(machine, load, on_one, tokens):
+    """Its blocks have a forward of TransformerLens's; transformers' adds to this in place."""
+    name = "blocks.1.hook_mlp_out"
+    _, cache = load("falcon", n_devices=4).run_with_cache(tokens, names_filter=name)
+    assert_agrees(cache[name], on_one("falcon").run_with_cache(tokens)[1][name])
 
 
 @pytest.mark.filterwarnings("ignore:tensors are shared by components on several devices")

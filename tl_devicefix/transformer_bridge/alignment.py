@@ -7,11 +7,12 @@ block's input on the previous block's device. So `CarryTo` replaces them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from accelerate.hooks import AlignDevicesHook, remove_hook_from_module
+from accelerate.hooks import AlignDevicesHook, ModelHook, remove_hook_from_module
 from torch import nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import position_embeddings_attention
@@ -53,9 +54,12 @@ def _replace_accelerates_hooks(bridge: TransformerBridge, placement: Placement) 
         hook: Any = vars(module).get("_hf_hook")
         if type(hook) is not AlignDevicesHook or hook.offload:
             continue
-        remove_hook_from_module(module)
-        if vars(module).get("forward") == MethodType(type(module).forward, module):
-            del vars(module)["forward"]
+        if isinstance(vars(module)["forward"], partial):
+            remove_hook_from_module(module)
+            if vars(module).get("forward") == MethodType(type(module).forward, module):
+                del vars(module)["forward"]
+        else:  # TransformerLens's own, of a block of T5 or Falcon, which may call accelerate's
+            vars(module)["_hf_hook"] = ModelHook()  # does nothing
         device = placement.home if module is hf_model else device_of_weights(module)
         if module not in known and device is not None:
             CarryTo(device).attach(module)
