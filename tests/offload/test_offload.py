@@ -100,7 +100,7 @@ def test_a_parametrization_of_an_offloaded_weight_is_removed(load, tokens):
 
 
 @pytest.mark.bridge
-def test_buffers_outside_of_components_are_where_the_placement_says(load):
+def test_buffers_outside_of_components_are_where_placed(load):
     assert tl_devicefix.check(load("olmo-hybrid", device_map={"": 0, "blocks.0": "cpu"}))
 
 

@@ -179,18 +179,17 @@ def test_a_hook_sees_its_own_rows_and_context(on_one, tokens):
     def keep(activation, hook, run):
         assert isinstance(hook, HookPoint)
         assert hook.layer() == 2
-        hook.ctx["runs"] = [*hook.ctx.get("runs", ()), run]
+        if len(hook.ctx.get("runs", ())) == 2:
+            hook.clear_context()
+        hook.ctx = {"runs": [*hook.ctx.get("runs", ()), run]}
         seen.append((activation.clone(), hook.ctx["runs"]))
 
     name = "blocks.2.hook_resid_pre"
-    runs = [
-        [(name, functools.partial(keep, run=n)), (name, functools.partial(keep, run=n))]
-        for n in range(3)
-    ]
+    runs = [[(name, functools.partial(keep, run=n))] * 3 for n in range(3)]
     batched(model, tokens, runs)
     expected = model.run_with_cache(tokens)[1][name]
-    assert [runs for _, runs in seen] == [[0], [0, 0], [1], [1, 1], [2], [2, 2]]
-    assert_agrees([rows for rows, _ in seen], [expected] * 6, tolerance=1e-5)
+    assert [runs for _, runs in seen] == [each for n in range(3) for each in ([n], [n, n], [n])]
+    assert_agrees([rows for rows, _ in seen], [expected] * 9, tolerance=1e-5)
     assert not model.hook_dict[name].ctx
 
 
@@ -287,6 +286,22 @@ def test_gradients_reach_what_hooks_keep(name, on_one, tokens):
     gradients = [activation.grad for activation in kept]
     in_order = [gradients[n] for n in (0, 2, 1, 3)]  # a batch calls hooks by hook points
     assert_agrees(in_order, gradients[4:], tolerance=1e-5)
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize("name", ["hook_resid_mid", "attn.q.hook_in", "ln1.hook_normalized"])
+def test_a_gradient_that_a_batch_gives_in_part_is_refused(name, on_one, tokens):
+    asking = {
+        lambda activation: activation.retain_grad(): True,
+        lambda activation: activation.register_hook(torch.neg): True,
+        lambda activation: activation.requires_grad_(): False,  # of a model without gradients
+    }
+    for ask, has_gradients in asking.items():
+        look = lambda activation, hook, ask=ask: [activation, ask(activation)][0]  # noqa: E731
+        runs = [[(f"blocks.2.{name}", look)]]
+        refused = pytest.raises(ValueError, match=r"gradient .* batch_size=1")
+        with torch.set_grad_enabled(has_gradients), refused:
+            batched(on_one("gpt2"), tokens, 2 * runs)
 
 
 def test_batches_run_within_torch_func(on_one, tokens):

@@ -5,6 +5,7 @@ Of three runs of two prompts, the hooks of run 1 see rows 2 and 3 of `[6, pos, .
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ _SHARED = (
     "stop_at_layer",
 )
 _OF_NORMS = (".hook_normalized", ".hook_scale")
+_IS_INPUT_OF_PART = re.compile(r"\w*blocks\.\d+\.(.+\.hook_in|hook_resid_mid\d?)").fullmatch
 _RETURN_TYPES = ("logits", "loss", "both", None)
 _REMEDY = "pass batch_size=1"
 
@@ -88,18 +90,17 @@ class Batch:
                     self._hooks.setdefault(own_name, []).append((run, hook))
                 if isinstance(names, str):
                     self._named[self._own_name(names)] = names
-        # Run -> the context of each hook point, by its own name
-        self._contexts: dict[tuple[int, str | None], dict[object, object]] = {}
+        # Run -> each hook point as it sees it, by its own name
+        self._points_of_runs: dict[tuple[int, str | None], _RunHookPoint] = {}
 
     def run(self, model: Model) -> list[Any]:
         """Run all runs in one forward of a model or view, and return the result of each."""
         loss_fn = model.loss_fn
-        # A Bridge's norm ignores in-place edits, unless a hook of some run returns a tensor.
-        uneditable = _OF_NORMS if hasattr(model, "original_model") else ()
+        is_bridge = hasattr(model, "original_model")
 
         def call(activation: Any, *, hook: HookPoint) -> torch.Tensor | None:
             with replaced_loss(model, loss_fn):  # a hook may run the model
-                return self._call(activation, hook, f"{hook.name}".endswith(uneditable))
+                return self._call(activation, hook, is_bridge)
 
         hooks: list[tuple[Any, Any]] = [(name, call) for name in self._named.values()]
         # TransformerLens refuses a hook point that is off if it is named, not if it is filtered.
@@ -114,9 +115,13 @@ class Batch:
     def _own_name(self, name: str) -> str:
         return self._points[name].name or name
 
-    def _call(self, activation: Any, hook: HookPoint, is_uneditable: bool) -> torch.Tensor | None:
+    def _call(self, activation: Any, hook: HookPoint, is_bridge: bool) -> torch.Tensor | None:
         """Call the runs' hooks on a hook point, each with its rows of `[run * batch, ...]`."""
         self._check_rows(activation, hook)
+        # A Bridge's norm ignores in-place edits, unless a hook of some run returns a tensor.
+        is_uneditable = is_bridge and f"{hook.name}".endswith(_OF_NORMS)
+        # It also uses the input of a part of a block elsewhere: in another part, or as the skip.
+        is_used_elsewhere = is_uneditable or (is_bridge and _IS_INPUT_OF_PART(f"{hook.name}"))
         # The model may read the activation elsewhere too, so hooks edit it in place.
         source, result = activation, None
         if activation.stride(0) == 0:  # a Bridge's positions, one row for all runs
@@ -126,15 +131,20 @@ class Batch:
         for run, user_hook in self._hooks[f"{hook.name}"]:
             own = slice(run * self._rows, (run + 1) * self._rows)
             rows = returned[run] if run in returned else source[own]
-            context = self._contexts.setdefault((run, hook.name), dict(hook.ctx))
+            point = self._points_of_runs.setdefault((run, hook.name), _RunHookPoint(hook))
             before = rows.clone() if is_uneditable else None
-            edited = user_hook(rows, hook=_RunHookPoint(hook, context))
+            edited = user_hook(rows, hook=point)
             if edited is None or edited is rows:
                 edited = rows
                 if before is not None and not torch.equal(before, rows):
                     raise ValueError(
                         f"a hook on {hook.name} edits in place, which a TransformerBridge ignores "
                         f"there: return a new tensor, or {_REMEDY}"
+                    )
+                if is_used_elsewhere and _asks_for_gradient(rows):
+                    raise ValueError(
+                        f"a hook on {hook.name} asks for the gradient of its activation, of which "
+                        f"a batch would give only a part: {_REMEDY}"
                     )
             elif getattr(edited, "shape", None) != rows.shape or edited.dtype != rows.dtype:
                 given = list(edited.shape) if isinstance(edited, torch.Tensor) else shown(edited)
@@ -144,7 +154,7 @@ class Batch:
                     f"one, or {_REMEDY}"
                 )
             # A hook may keep rows that have a gradient: they have to lead to the results.
-            if edited is not rows or (rows.requires_grad and not is_uneditable):
+            if edited is not rows or (rows.requires_grad and not is_used_elsewhere):
                 returned[run] = edited
                 result = source.clone() if result is None else result
             if result is not None:
@@ -197,12 +207,22 @@ class Batch:
         return list(self._split_rows(output))
 
 
+def _asks_for_gradient(rows: torch.Tensor) -> bool:
+    """Return True if a hook called `retain_grad`, `register_hook` or `requires_grad_`."""
+    is_leaf = rows.requires_grad and rows.is_leaf
+    return rows.retains_grad or bool(rows._backward_hooks) or is_leaf
+
+
 class _RunHookPoint:
     """A hook point as a run of a batch sees it, with its own context."""
 
-    def __init__(self, point: HookPoint, context: dict[object, object]) -> None:
+    def __init__(self, point: HookPoint) -> None:
         self._point = point
-        self.ctx = context
+        self.ctx = dict(point.ctx)
+
+    def clear_context(self) -> None:
+        """Forget what the run's hooks have kept here."""
+        self.ctx.clear()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # a hook may ask what it was given

@@ -421,13 +421,13 @@ class RefuseShared(OutsideBlocks):
             called = "reading or setting it" if func in _OF_GRAD else name
             raise RuntimeError(
                 f"{called} uses .grad, which all runs in flight share: use "
-                "torch.autograd.grad(loss, tensors), or pass max_in_flight=1"
+                f"torch.autograd.grad(loss, tensors), or {ONE_AT_A_TIME}"
             )
         if _draws(name, args, kwargs):
             raise RuntimeError(
                 f"{name} draws random numbers in a run in flight, where runs would draw them in no "
                 "fixed order: draw them before and pass them in the items, give the run its own "
-                "torch.Generator (or `generate` do_sample=False), or pass max_in_flight=1"
+                f"torch.Generator (or `generate` do_sample=False), or {ONE_AT_A_TIME}"
             )
         return func(*args, **kwargs)
 

@@ -114,7 +114,7 @@ def sweep(
         runs: lists of (name, hook). A list of runs is checked and copied at the start; anything
             else is read no further than needed. Hooks may read the model. Across hosts, or with
             offloaded blocks on several devices, each run has its own thread, and hooks may neither
-            run nor hook the model.
+            run nor hook the model, draw torch's random numbers, nor call `backward`.
         batch_size: how many runs are one forward.
         progress: show a bar.
         arguments: of the forward: `return_type`, `stop_at_layer`, `attention_mask`...
@@ -131,8 +131,8 @@ def sweep(
             repeated, a hook point whose first dimension is not the batch, and a hook that returns
             another shape.
         RuntimeError: if a parameter, or a hook on one of the model's hook points, was changed
-            between two runs, or if `runs` is a generator, after the last one; if a hook runs or
-            hooks the model, where each run has a thread.
+            between two runs, or if `runs` is a generator, after the last one; if a hook does what
+            it may not where each run has a thread.
     """
     adapter_of(model)  # raises for anything but a model
     texts = tokens if isinstance(tokens, list) else [tokens]
