@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import os
 import re
@@ -53,6 +54,7 @@ _MAX_TOKENS = 128  # fewer would not show scaled rotary frequencies, which are s
 _MAX_LAYERS = 6
 _MAX_PARAMETERS = 30_000_000  # so that a check takes less than a second
 _VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes: some code guesses by size
+_OF_ACCELERATE = {"_old_forward", "_original_forward"}
 _CLIP = 0.1  # random projections never reach a published clip_qkv, so a smaller one is used
 _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
 
@@ -359,7 +361,7 @@ def extra_parts(hf_model: nn.Module) -> str:
     found = set(_module_parts(live, live.model))
     expected = set(_module_parts(LiveWeights(made), made))
     frequencies = dict(_frequencies(made))
-    extra = {str(path) for path, *_ in found ^ expected}.union(
+    extra = {str(path) or "the model itself" for path, *_ in found ^ expected}.union(
         name
         for name, found_there in _frequencies(live.model)
         # A model in half precision has rounded frequencies.
@@ -381,14 +383,19 @@ def _module_parts(
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     attributes = vars(module)
-    runs_otherwise = any(map(is_of_user, hooks)) or (
-        "forward" in attributes and "_old_forward" not in attributes
-    )
+    # accelerate's hooks and mixed precision keep the forward, and leave it behind, undecorated.
+    forward: Any = None if _OF_ACCELERATE & attributes.keys() else attributes.get("forward")
+    function = getattr(forward, "__func__", forward)
+    decorated: Any = type(module).forward
+    is_own = inspect.unwrap(decorated, stop=lambda each: each is function) is function
+    runs_otherwise = any(map(is_of_user, hooks)) or not (forward is None or is_own)
     numbers = [
         (name, value)
         for name, value in attributes.items()
         # Dropout does nothing in a converted model, and users set it to 0.
         if type(value) is float and "drop" not in name and name != "p"
+        # The outermost module has notes of users', too.
+        if path or hasattr(module.config, name)
     ]
     kind = type(module) if path else class_in_transformers(module)
     called = re.sub(r"\.\d+(?=\.|$)", ".*", path)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from hf_models import HF_CONFIGS, make_hf_model
 from model_classes import HookedTransformer
 from parameters import in_turn
@@ -234,3 +235,13 @@ def test_hf_model_with_extra_parts_is_refused(checkpoints, refused, change):
     make(hf_model)
     with refused("parts that its config does not describe", part):
         load(str(checkpoints("llama")), hf_model=hf_model)
+
+
+@pytest.mark.filterwarnings("error:.*gives other numbers")
+def test_hf_model_after_training_in_mixed_precision_is_converted(checkpoints):
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    hf_model = accelerator.prepare(make_hf_model(HF_CONFIGS["llama"]()))
+    hf_model.best_loss = 2.5
+    load(str(checkpoints("llama")), hf_model=hf_model)
+    accelerator.unwrap_model(hf_model, keep_fp32_wrapper=False)
+    load(str(checkpoints("llama")), hf_model=hf_model)
