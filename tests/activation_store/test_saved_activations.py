@@ -107,6 +107,15 @@ def test_loaders_and_datasets_are_batched_and_saved(on_one, batches, tmp_path):
         assert_agrees(result[RESID][:], expected)
 
 
+@pytest.mark.bridge
+def test_batches_are_moved_to_a_bridge_on_one_device(machine, load, batches, run, tmp_path):
+    model, home = load("llama", n_devices=1), machine.devices[0]
+    loader = DataLoader([{"input_ids": x, "attention_mask": x * 0 + 1} for x in batches[0]], 2)
+    expected = cache_of(model, [batches[0].to(home)])[RESID].cpu()
+    for n, source in enumerate(([batches[0].tolist()], loader)):
+        assert_agrees(run(model, source, RESID, directory=tmp_path / f"{n}")[RESID][:], expected)
+
+
 def test_transform_and_dtype_act_on_the_activations_device(machine, load, batches, run):
     """A dict transforms the names that it has."""
     model = load("llama")
@@ -220,7 +229,7 @@ READ = [
     (lambda h: h[3], "3 was not saved"),
     (lambda h: h["resid_post", 5], "blocks.5.hook_resid_post was not saved: see saved.names"),
     (lambda h: h[WRITTEN][11], "has .* examples, and no example 11"),
-    (lambda h: h[WRITTEN][3, 5], "too many indices"),
+    (lambda h: h[WRITTEN][3, 5], "indexed by examples only"),
     (lambda h: h[WRITTEN][..., 0], "indexed by examples only"),
     (lambda h: h[WRITTEN][[True, False]], "boolean index did not match"),
     (lambda h: h.activations(WRITTEN, -1, epochs=None), "batch_size must be 1 or more, but is -1"),

@@ -258,8 +258,8 @@ class Stored:
             raise IndexError(f"{self.entry.name} has {len(self)} examples, and no example {index}")
         if isinstance(index, int | slice):
             return range(len(self))[index]
-        numbers = np.arange(len(self))[index]
-        if isinstance(index, tuple) or numbers.ndim > 1:
+        numbers = None if isinstance(index, tuple) else np.arange(len(self))[index]
+        if numbers is None or numbers.ndim > 1:
             raise IndexError(
                 f"{self.entry.name} is indexed by examples only: saved[name][3:7][:, 0]"
             )

@@ -37,6 +37,7 @@ from tl_devicefix.activation_store.writer import Copied, Writer, start_copies
 from tl_devicefix.adapters import adapter_of
 from tl_devicefix.checkpoints.hub import torch_dtype
 from tl_devicefix.errors import note
+from tl_devicefix.gathering import home_of
 from tl_devicefix.monkeypatch.versions import versions
 from tl_devicefix.pipelining.pipeline_map import n_in_flight, pipeline_map, refuse_arguments
 from tl_devicefix.placement.memory import parse_bytes
@@ -335,11 +336,13 @@ class _Save:
         return Copied({**batch.stored, **copies}, counts, batch.skip, arrivals)
 
     def _forward(self, view: Model, batch: TokenBatch) -> dict[str, torch.Tensor]:
+        home = home_of(view)  # a Bridge on one device does not move what it is given
+        arguments = {name: value.to(home) for name, value in batch.arguments.items()}
         _, cache = view.run_with_cache(
-            batch.inputs,
+            batch.inputs.to(home),
             names_filter=self._selection.names_filter,
             return_cache_object=False,
-            **{**self._arguments, **batch.arguments},
+            **{**self._arguments, **arguments},
         )
         return self._selection.select(cache, batch)
 
