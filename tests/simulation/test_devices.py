@@ -72,6 +72,13 @@ def test_moved_or_copied_module_keeps_ties_and_gradients(machine):
     assert twin[0].weight.any()
 
 
+def test_deep_copies_of_parameters_share_no_memory(machine):
+    both = torch.ones(4, device="sim:1")
+    parts = copy.deepcopy(torch.nn.ParameterList(map(torch.nn.Parameter, both.split(2))))
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 2
+    assert {part.untyped_storage().nbytes() for part in parts} == {8}
+
+
 def test_copies_and_pickles_of_leaves_are_as_torch_makes_them(machine):
     for leaf in (torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)):
         simulated = leaf.detach().to("sim:1").requires_grad_()

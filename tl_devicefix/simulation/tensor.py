@@ -70,17 +70,19 @@ class SimTensor(torch.Tensor, metaclass=_LooksLikeTensor):
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
-        """Copy a leaf; ``memo`` keeps shared storages shared."""
+        """Copy a leaf as torch does; ``memo`` keeps shared storages shared, but parameters'."""
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
                 " protocol at the moment."
             )
         machine, device = self._allocation.machine, self._allocation.device
-        copied = _leaf_like(self, wrap(copy.deepcopy(read(self), memo), machine, device))
-        memo[id(self)] = copied
-        # Like torch, copy the gradient of a plain tensor, but not of a parameter.
-        if self.grad is not None and not getattr(self, "_is_param", False):
+        is_parameter, data = getattr(self, "_is_param", False), read(self)
+        data = data.detach().clone() if is_parameter else copy.deepcopy(data, memo)
+        memo[id(self)] = copied = _leaf_like(self, wrap(data, machine, device))
+        if is_parameter:
+            return copied
+        if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         for name, value in self.__dict__.items():
             if name not in ("_cpu", "_allocation"):
