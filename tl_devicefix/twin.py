@@ -384,9 +384,9 @@ def _module_parts(
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     attributes = vars(module)
     # accelerate's hooks and mixed precision keep the forward, and leave it behind, undecorated.
-    forward: Any = None if _OF_ACCELERATE & attributes.keys() else attributes.get("forward")
+    forward = None if _OF_ACCELERATE & attributes.keys() else attributes.get("forward")
     function = getattr(forward, "__func__", forward)
-    decorated: Any = type(module).forward
+    decorated = type(module).forward
     is_own = inspect.unwrap(decorated, stop=lambda each: each is function) is function
     runs_otherwise = any(map(is_of_user, hooks)) or not (forward is None or is_own)
     numbers = [
