@@ -517,13 +517,6 @@ def test_a_run_in_flight_may_not_remove_the_models_hooks(model, batches):
     assert len(model.hook_dict[LAST].fwd_hooks) == 1
 
 
-@pytest.mark.hooked
-def test_run_with_hooks_in_flight_may_not_remove_older_hooks(model, batches):
-    model.run_with_hooks(batches[0], fwd_hooks=[(LAST, double)], reset_hooks_end=False)
-    with pytest.raises(RuntimeError, match="run 0 removed a hook"):
-        next(pipeline_map(model, some_of_the_cache, batches))
-
-
 def test_a_torch_hook_added_between_results_raises(model, batches):
     results = pipeline_map(model, logits, batches, 3)
     next(results)
