@@ -234,8 +234,13 @@ def setup_findings(model: Model) -> Iterator[Finding]:
     """Find modules with unregistered hook points, and modules to which no input is carried."""
     placement, registered = placement_of(model), set(model.hook_dict.values())
     paths = [] if placement is None else not_carried_to(model, placement)
-    for path, module in named_modules(model):
-        if isinstance(module, HookPoint) and module not in registered:
+    points = {
+        path: module for path, module in named_modules(model) if isinstance(module, HookPoint)
+    }
+    present = set(points.values())
+    for path, point in points.items():
+        # Some names are those of another point: a BERT's `hook_mlp_in` is its `mlp.hook_in`.
+        if point not in registered and model.hook_dict.get(path) not in present:
             paths.append(path.rpartition(".")[0])
     for path in dict.fromkeys(paths):  # only the outermost one
         if not any(path != other and path.startswith(f"{other}.") for other in paths):

@@ -177,6 +177,7 @@ def test_encoder_and_decoder_are_spread_and_folded(machine, tokenizer, tokens, t
     expected = reference(tokens, decoder_input_ids=decoder_tokens)
     home = machine.devices[0]
     bridge = TransformerBridge.boot_transformers(directory, n_devices=3)
+    assert tl_devicefix.check(bridge)
     bridge.enable_compatibility_mode()
     assert_same_tensors(on_cpu(bridge.state_dict()), on_cpu(reference.state_dict()))
     logits = bridge(tokens.to(home), decoder_input_ids=decoder_tokens.to(home))
