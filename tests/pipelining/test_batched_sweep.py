@@ -108,7 +108,7 @@ def test_batches_of_runs_at_several_blocks_give_the_loops(batch_size, on_one, to
 def test_edits_in_place_reach_no_other_run_of_a_batch(kind, name, on_one, tokens):
     """In a Bridge, positions are one row for all runs, and each hook of OPT gets a new view."""
     model = on_one(kind)
-    runs = [[(name, edit)] for edit in (returned, in_place)] + [[]]
+    runs = [[(name, edit)] for edit in (in_place, returned, in_place)] + [[]]
     expected = looped(model, tokens[:1], runs)
     assert_agrees(batched(model, tokens[:1], runs), expected, tolerance=2e-5)
 
