@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import logging
 import os
 import re
@@ -35,7 +34,11 @@ from jaxtyping import Float, Int
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tl_devicefix.checkpoints.live_weights import LiveWeights, class_in_transformers
+from tl_devicefix.checkpoints.live_weights import (
+    LiveWeights,
+    class_in_transformers,
+    has_other_forward,
+)
 from tl_devicefix.errors import is_own_bug
 from tl_devicefix.monkeypatch.patch import is_of_user
 from tl_devicefix.placement.devices import EmptyOnMeta, OwnRandomNumbers
@@ -54,7 +57,6 @@ _MAX_TOKENS = 128  # fewer would not show scaled rotary frequencies, which are s
 _MAX_LAYERS = 6
 _MAX_PARAMETERS = 30_000_000  # so that a check takes less than a second
 _VOCABULARY, NEURONS, _WINDOW = 248, 88, 8  # unlike other sizes: some code guesses by size
-_OF_ACCELERATE = {"_old_forward", "_original_forward"}
 _CLIP = 0.1  # random projections never reach a published clip_qkv, so a smaller one is used
 _NEURON_COUNTS = re.compile(r"(intermediate_size|ffn_dim|n_inner)$")
 
@@ -382,16 +384,10 @@ def _module_parts(
     module = live.plain_module(module, torch.device("meta"))  # without adapters and quantisation
     own = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    attributes = vars(module)
-    # accelerate's hooks and mixed precision keep the forward, and leave it behind, undecorated.
-    forward = None if _OF_ACCELERATE & attributes.keys() else attributes.get("forward")
-    function = getattr(forward, "__func__", forward)
-    decorated = type(module).forward
-    is_own = inspect.unwrap(decorated, stop=lambda each: each is function) is function
-    runs_otherwise = any(map(is_of_user, hooks)) or not (forward is None or is_own)
+    runs_otherwise = any(map(is_of_user, hooks)) or has_other_forward(module)
     numbers = [
         (name, value)
-        for name, value in attributes.items()
+        for name, value in vars(module).items()
         # Dropout does nothing in a converted model, and users set it to 0.
         if type(value) is float and "drop" not in name and name != "p"
         # The outermost module has notes of users', too.

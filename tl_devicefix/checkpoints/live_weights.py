@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping
@@ -52,14 +53,23 @@ def class_in_transformers(hf_model: nn.Module) -> type[Any]:
     return next((c for c in classes if c.__module__.startswith("transformers.models")), classes[0])
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Return True if a module has a forward that is neither its class's nor accelerate's."""
+    attributes = vars(module)
+    # accelerate's hooks and mixed precision keep the forward, and leave it behind, undecorated.
+    if "forward" not in attributes or attributes.keys() & {"_old_forward", "_original_forward"}:
+        return False
+    forward = getattr(attributes["forward"], "__func__", attributes["forward"])
+    return inspect.unwrap(type(module).forward, stop=lambda each: each is forward) is not forward
+
+
 def refuse_unmergeable(module: nn.Module) -> None:
     """Refuse adapters whose layers cannot be merged."""
     module = active_version(module)
     if is_adapter(module):
-        replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # by X-LoRA
         no_merge = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer.merge
-        # The base class has a `merge` too, which only raises.
-        if replaced or _unquantised_adapter_class(type(module)).merge is no_merge:
+        # X-LoRA replaces the forward. The base class has a `merge` too, which only raises.
+        if has_other_forward(module) or _unquantised_adapter_class(type(module)).merge is no_merge:
             _refuse_adapter(f"{type(module).__module__}.{type(module).__name__}")
     elif is_from("peft", module):
         _refuse_adapter(type(module).__name__)
