@@ -288,20 +288,25 @@ def test_gradients_reach_what_hooks_keep(name, on_one, tokens):
     assert_agrees(in_order, gradients[4:], tolerance=1e-5)
 
 
+def asks_for_gradient(activation, hook, by):
+    by(activation)
+
+
+ASKING = [
+    (torch.Tensor.retain_grad, True),
+    (lambda activation: activation.register_hook(torch.neg), True),
+    (torch.Tensor.requires_grad_, False),
+]
+
+
 @pytest.mark.bridge
 @pytest.mark.parametrize("name", ["hook_resid_mid", "attn.q.hook_in", "ln1.hook_normalized"])
 def test_a_gradient_that_a_batch_gives_in_part_is_refused(name, on_one, tokens):
-    asking = {
-        lambda activation: activation.retain_grad(): True,
-        lambda activation: activation.register_hook(torch.neg): True,
-        lambda activation: activation.requires_grad_(): False,  # of a model without gradients
-    }
-    for ask, has_gradients in asking.items():
-        look = lambda activation, hook, ask=ask: [activation, ask(activation)][0]  # noqa: E731
-        runs = [[(f"blocks.2.{name}", look)]]
+    for by, grad_is_enabled in ASKING:
+        runs = [[(f"blocks.2.{name}", functools.partial(asks_for_gradient, by=by))]] * 2
         refused = pytest.raises(ValueError, match=r"gradient .* batch_size=1")
-        with torch.set_grad_enabled(has_gradients), refused:
-            batched(on_one("gpt2"), tokens, 2 * runs)
+        with torch.set_grad_enabled(grad_is_enabled), refused:
+            batched(on_one("gpt2"), tokens, runs)
 
 
 def test_batches_run_within_torch_func(on_one, tokens):

@@ -258,12 +258,11 @@ class Stored:
             raise IndexError(f"{self.entry.name} has {len(self)} examples, and no example {index}")
         if isinstance(index, int | slice):
             return range(len(self))[index]
-        numbers = None if isinstance(index, tuple) else np.arange(len(self))[index]
-        if numbers is None or numbers.ndim > 1:
-            raise IndexError(
-                f"{self.entry.name} is indexed by examples only: saved[name][3:7][:, 0]"
-            )
-        return numbers.tolist()  # type: ignore[no-any-return]
+        if not isinstance(index, tuple):
+            numbers = np.arange(len(self))[index]
+            if numbers.ndim <= 1:
+                return numbers.tolist()  # type: ignore[no-any-return]
+        raise IndexError(f"{self.entry.name} is indexed by examples only: saved[name][3:7][:, 0]")
 
     def map_shard(self, number: int) -> torch.Tensor:
         """Map all rows of a shard, which are read from the disk when they are used."""
